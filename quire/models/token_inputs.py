@@ -39,6 +39,10 @@ class TokenInputs:
         """[n] or, for RoPE in sections, [axes, n] int64; all below max_model_len. No sync."""
         return index
 
+    def give(self, hidden: Tensor | None) -> None:
+        """Hidden states of the tokens that come next, for what takes those as embeddings; None: no longer."""
+        return None
+
     def embeds(self, input_ids: Tensor, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor | None:
         """[n, hidden] in place of the (scaled) rows of the model's table; None: all come from there. No sync."""
         return None

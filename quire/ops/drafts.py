@@ -44,3 +44,12 @@ PLACE_DRAFTS = Op(
     (triton("place_drafts", "drafts", (torch.float32,)), native("place_drafts", "step")),
     changes=(2, 6, 7),
 )
+
+
+def spread_logits(logits: Tensor, offsets: Tensor, size: int) -> Tensor:
+    """Logits [m, n] of a smaller vocabulary, whose token i is i + offsets[i] of one of `size`; others are -inf."""
+    tokens = torch.arange(len(offsets), device=logits.device) + offsets
+    return logits.new_full((logits.shape[0], size), -torch.inf).index_copy_(1, tokens, logits)
+
+
+SPREAD_LOGITS = Op("spread_logits", spread_logits, 0.0, (native("spread_logits"),))

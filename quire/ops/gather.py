@@ -79,7 +79,12 @@ def gather_sampling(
     return table.index_select(1, rows), seeds.index_select(0, rows), positions
 
 
-GATHER_DECODE = Op("gather_decode", gather_decode, 0.0, (triton("gather_decode", "step", (torch.float32,)),))
+GATHER_DECODE = Op(
+    "gather_decode",
+    gather_decode,
+    0.0,
+    (triton("gather_decode", "step", (torch.float32,)), native("gather_decode", "step")),
+)
 GATHER_MIXED = Op(
     "gather_mixed",
     gather_mixed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.ops.base import Op, native, triton
@@ -21,3 +22,11 @@ def take_columns(x: Tensor, first: int, width: int) -> Tensor:
 
 
 TAKE_COLUMNS = Op("take_columns", take_columns, 0.0, (native("take_columns"),))
+
+
+def join_columns(first: Tensor, second: Tensor) -> Tensor:
+    """Two matrices [n, a] and [n, b] side by side: [n, a + b]."""
+    return torch.cat((first, second), dim=-1)
+
+
+JOIN_COLUMNS = Op("join_columns", join_columns, 0.0, (native("join_columns"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from quire.runner.runner import Runner
 from quire.runner.stages import StageInputs
 from quire.runner.ways import WayContext, make_ways
 from quire.types.errors import ConfigError
+from quire.types.ledger import LedgerLine
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,16 @@ def drafter_context(context: WayContext) -> WayContext | None:
     width = drafter.hidden_size
     token_bytes = drafter.token_bytes(width, context.dtype.itemsize)
     sizes = replace(context.sizes, hidden_size=width, token_bytes=token_bytes, max_num_drafts=0, speculates=False)
-    return replace(context, model=drafter, sizes=sizes, receives=isinstance(drafter, DraftHead))
+    num_drafts = 0 if isinstance(drafter, Medusa) else context.sizes.max_num_drafts // context.sizes.max_num_seqs - 1
+    is_head = isinstance(drafter, DraftHead)
+    return replace(context, model=drafter, sizes=sizes, receives=is_head, num_drafts=max(0, num_drafts))
+
+
+def head_lines(context: WayContext) -> Iterable[LedgerLine]:
+    """What a head that is the drafter of a context takes for the hidden states of its target."""
+    sizes, head = context.sizes, context.model
+    read = head.num_hidden_read if isinstance(head, DraftHead) else 0
+    return StageInputs.contributes(sizes, HeadProposer.num_kept(sizes), read)
 
 
 def make_proposer(
@@ -187,14 +198,13 @@ def make_proposer(
     with platform.device:
         inputs = model.token_inputs(sizes.max_num_seqs, program.max_model_len)
     if own.receives:
-        size = StageInputs.num_rows(sizes), sizes.hidden_size
+        num_rows = StageInputs.num_rows(sizes) + HeadProposer.num_kept(sizes)
+        size = num_rows, model.num_hidden_read * sizes.hidden_size
         inputs = received = StageInputs(inputs, platform.zeros(size, own.dtype))
     place = (program.tables, program.backend, program.sampler, program.max_model_len, inputs)
     mine, head = StepProgram(model, rows, *place), LogitsHead(model, ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
-    eager = Eager(
-        mine, head, prompt_logprobs, Padding(ladder, ladder, None if own.receives else platform.narrow_above)
-    )
+    eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, platform.narrow_above))
     runner = Runner(
         rows=rows,
         tables=program.tables,
@@ -206,6 +216,7 @@ def make_proposer(
         inputs=inputs,
     )
     runner.sampling_kind = program.sampler.draft_kind
+    most = sizes.max_num_batched_tokens
     if isinstance(model, DraftHead):
-        return HeadProposer(model, target.rows, runner, received, asynchronous=platform.asynchronous)
-    return DraftModel(target.rows, runner, sizes.max_num_batched_tokens, asynchronous=platform.asynchronous)
+        return HeadProposer(model, target.rows, runner, received, most, asynchronous=platform.asynchronous)
+    return DraftModel(target.rows, runner, most, asynchronous=platform.asynchronous)

@@ -16,7 +16,7 @@ from quire.layers.attention import CachedLayer
 from quire.models.base import Model
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline
-from quire.planning.drafting import drafter_context
+from quire.planning.drafting import drafter_context, head_lines
 from quire.planning.ledger import MemoryDemand, MemoryLedger, make_ledger
 from quire.platform.base import MemorySupply, Platform
 from quire.runner.adapters import slots_line
@@ -44,7 +44,7 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
         *(() if of_drafter is None else (WAYS.get(name).contributes(of_drafter) for name in WAYS)),
-        StageInputs.contributes(of_drafter.sizes) if of_drafter is not None and of_drafter.receives else (),
+        () if of_drafter is None else head_lines(of_drafter),
     )
     return tuple(line for line in lines if line.num_bytes)
 

@@ -24,7 +24,7 @@ from quire.runner.eager import Eager
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
 from quire.runner.sampling.sampler import Sampler, SamplingKind
-from quire.runner.step import PlannedTokens, Sampled, SamplePositions, Step
+from quire.runner.step import Arriving, PlannedTokens, Sampled, SamplePositions, Step
 from quire.runner.ways import WayContext
 from quire.types.ledger import LedgerLine
 
@@ -34,6 +34,7 @@ _FULL = 15 / 16  # a step of at least this part of it is padded to the full one
 _NOTHING = PlannedTokens(0, [], [], SamplePositions([], [], [], []))
 
 _Graph = tuple[Callable[[], None], Tensor]
+_Chain = tuple[int, SamplingKind, Hashable, int]  # what `go_on` is captured for: rows, kinds, decode steps
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class CaptureSizes:
     pools: bool = False  # nothing is sampled: hidden states of all tokens are left
     keeps: bool = False  # what a drafter reads of all tokens is left too
     passes_on: bool = False  # nothing is sampled: hidden states go to the next stage; decode steps alone are captured
+    num_drafts: int = 0  # decode steps that usually follow one another
 
     @property
     def powers(self) -> list[int]:
@@ -81,7 +83,7 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
     full_size = full if is_bound and not context.passes_on else None
     kinds = {"pools": context.pools, "keeps": context.kept_width > 0, "passes_on": context.passes_on}
-    return CaptureSizes(decode, mixed, full_size, drafted, sizes.speculates, **kinds)
+    return CaptureSizes(decode, mixed, full_size, drafted, sizes.speculates, **kinds, num_drafts=context.num_drafts)
 
 
 class GraphBytes(NamedTuple):
@@ -97,7 +99,8 @@ def graph_bytes(context: WayContext, captured: CaptureSizes) -> GraphBytes:
     specs = [layer.spec for layer in context.model.attention_layers()]
     sums = max((backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs), default=0)
     forward = int(1.125 * (captured.max_tokens * sizes.token_bytes + sums))
-    return GraphBytes(forward, 0 if context.pools else Sampler.captured_bytes(sizes))
+    drafting = int(captured.decode[-1] * sizes.token_bytes + sums) if context.num_drafts else 0  # both in one graph
+    return GraphBytes(forward, 0 if context.pools else Sampler.captured_bytes(sizes) + drafting)
 
 
 class _Forward(NamedTuple):
@@ -135,6 +138,7 @@ class CudaGraphs:
         self._inputs: dict[int, StepInputs] = {}
         self._forwards: dict[_Forward, _Graph] = {}
         self._samples: dict[tuple[int, SamplingKind], _Graph] = {}
+        self._chains: dict[_Chain, _Graph] = {}
         self._loaded: list[int] = []  # the rows of the last decode step, if the buffer still holds them
         self._loaded_adapted = False  # and whether one of them had an adapter
         self._decode: _Graph | None = None  # and its graph
@@ -193,6 +197,42 @@ class CudaGraphs:
             step.sampled.logprobs, step.sampled.offset = step.sampled.tokens, 2
             step.sampled.places = step.sampled.lines = list(wanted)
             step.sampled.counts = list(wanted.values())
+
+    @torch.inference_mode()
+    def go_on(
+        self, rows: list[int], hidden: Tensor | None, kind: SamplingKind, count: int
+    ) -> tuple[Arriving, Tensor] | None:
+        state, count_rows = self._program.rows, len(rows)
+        if kind.eager or count_rows > self._sizes.decode[-1]:
+            return None
+        size = self._sizes.decode[bisect_left(self._sizes.decode, count_rows)]
+        attention = self._program.backend.decode_kind([state.host_num_computed[row] for row in rows], size)
+        given = None if hidden is None else hidden[:count_rows]
+        key = (size, kind, attention, count)
+        if given is not None and key not in self._chains:
+            given = given.clone()  # it may lie where the capture writes
+        replay, out = self._going_on(key)
+        if given is not None and given.data_ptr() != self._hidden.data_ptr():
+            self._hidden[:count_rows] = given
+        self._hidden[count_rows:size].zero_()  # what lies there may be of a row that broke
+        padded = [*rows, *[state.scratch_row] * (size - count_rows)]
+        self._sample_rows[:size] = upload(padded, self._sample_rows.device, torch.int64)
+        self._loaded, self._decode = [], None
+        replay()
+        return Download(out), self._hidden
+
+    def _going_on(self, key: _Chain) -> _Graph:
+        if key not in self._chains:
+            self._loaded, self._decode = [], None
+            self._sample_rows.fill_(self._program.rows.scratch_row)
+            self._chains[key] = self._sample_pool.capture(lambda: self._run_on(*key))
+        return self._chains[key]
+
+    def _run_on(self, size: int, kind: SamplingKind, attention: Hashable, count: int) -> Tensor:
+        place = (self._sample_rows[:size], self._hidden[:size])
+        *found, hidden = self._program.go_on(*place, kind, attention, self._ahead[:size], count)
+        self._hidden[:size].copy_(hidden)
+        return torch.stack(found)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -334,6 +374,12 @@ class CudaGraphs:
             if (size, sampling) not in self._samples:
                 self._sampling(size, sampling)
                 yield True
+        for size in sizes.decode if sizes.num_drafts else ():
+            alike = program.backend.decode_kind([1] * size, size)
+            for drafting in ((size, sampling, alike, sizes.num_drafts) for sampling in usual):
+                if drafting not in self._chains:
+                    self._going_on(drafting)
+                    yield True
         full = [] if sizes.full is None else [sizes.full]
         for size in () if sizes.passes_on else chain(sizes.mixed, full):
             for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quire.attention.base import HostLengths
 from quire.platform.transfer import Download, upload
@@ -13,7 +14,8 @@ from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
 from quire.runner.logits import LogitsHead
 from quire.runner.prompt_logprobs import PromptLogprobs
-from quire.runner.step import PlannedTokens, Sampled, Step
+from quire.runner.sampling.sampler import SamplingKind
+from quire.runner.step import Arriving, PlannedTokens, Sampled, Step
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ class Eager:
         if asked:
             step.sampled.asked = Download(program.sampler.asked_logprobs.gather(logits, asked))
             step.sampled.asked_ids = asked
+
+    @torch.inference_mode()
+    def go_on(
+        self, rows: list[int], hidden: Tensor | None, kind: SamplingKind, count: int
+    ) -> tuple[Arriving, Tensor] | None:
+        program = self._program
+        places = upload(rows, program.rows.token_ids.device, torch.int64)
+        attention = program.backend.decode_kind([program.rows.host_num_computed[row] for row in rows], len(rows))
+        nothing = torch.zeros_like(places, dtype=torch.int32)
+        given = None if hidden is None else hidden[: len(rows)]
+        *found, left = program.go_on(places, given, kind, attention, nothing, count)
+        return Download(torch.stack(found)), left
 
     def _wanted(self, step: Step) -> PlannedTokens:
         """The step's tokens with padded samples: of some token if no row samples."""

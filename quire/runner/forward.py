@@ -67,6 +67,24 @@ class StepProgram:
         assert hidden.shape[0] == count
         return hidden
 
+    def go_on(
+        self, rows: Tensor, hidden: Tensor | None, kind: SamplingKind, attention: Hashable, ahead: Tensor, count: int
+    ) -> tuple[Tensor, ...]:
+        """`count` decode steps, one after the other: what each samples for rows [n], see `sample`, and hidden states.
+
+        hidden [n, hidden] are those that the rows' last tokens were sampled from, for what reads its own.
+        """
+        found = []
+        try:
+            for _ in range(count):
+                self.inputs.give(hidden)
+                hidden = self.decode(rows, attention)
+                found.append(self.sample(kind, hidden, rows, ahead))
+        finally:
+            self.inputs.give(None)
+        assert hidden is not None
+        return *found, hidden
+
     def mixed(
         self,
         lists: InputLists[Tensor],

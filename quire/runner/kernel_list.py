@@ -15,13 +15,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quire.platform.recording import NotRecordableError, SizedRecorder, SizedRecording
+from quire.platform.recording import NotRecordableError, SizedRecorder, SizedRecording, SizedStep
 from quire.platform.transfer import Download
 from quire.runner.eager import Eager
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists, StepInputs
 from quire.runner.sampling.sampler import SamplingKind
-from quire.runner.step import Arrived, PlannedTokens, Sampled, SamplePositions, Step
+from quire.runner.step import Arrived, Arriving, PlannedTokens, Sampled, SamplePositions, Step
 from quire.runner.ways import WayContext
 from quire.types.ledger import LedgerLine
 from quire.utils.log import get_logger
@@ -65,6 +65,7 @@ class KernelList:
         # By whether it is adapted, and whether it has the hidden states of all tokens: what samples is read first,
         # and behind it what is kept of all tokens.
         self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
+        self._chains: dict[tuple[SamplingKind, int], SizedRecording | None] = {}  # of `go_on`
         self._pools = pools
         self._leaves_last = keeps and not program.taps and not pools
         every = (True, False) if pools else (passes_on or self._leaves_last,)
@@ -138,6 +139,39 @@ class KernelList:
         recording(step.shape.num_samples)
         step.sampled = Sampled(results)
 
+    def go_on(
+        self, rows: list[int], hidden: Tensor | None, kind: SamplingKind, count: int
+    ) -> tuple[Arriving, Tensor] | None:
+        if (kind, count) not in self._chains:
+            self._chains[kind, count] = self._trace_going_on(kind, count)
+        recording = self._chains[kind, count]
+        if recording is None:
+            return None
+        self._inputs.lists.sample_rows[: len(rows)] = torch.tensor(rows)
+        mine = self._forwards[False, self._leaves_last].results[0]
+        if hidden is not None and hidden.data_ptr() != mine.data_ptr():
+            mine[: len(rows)] = hidden[: len(rows)]
+        recording(len(rows))
+        *found, left = recording.results
+        return Arrived(torch.stack([each[: len(rows)] for each in found])), left
+
+    @torch.inference_mode()
+    def _trace_going_on(self, kind: SamplingKind, count: int) -> SizedRecording | None:
+        forward = self._forwards.get((False, self._leaves_last))
+        if forward is None or kind.eager:
+            return None
+        program, lists, hidden = self._program, self._inputs.lists, forward.results[0]
+
+        def run(num_rows: int) -> tuple[Tensor, ...]:
+            place = (lists.sample_rows[:num_rows], hidden[:num_rows])
+            return program.go_on(*place, kind, None, lists.ahead[:num_rows], count)
+
+        try:
+            return self._record_rows(run, hidden, alike=True)  # all write to one place of the cache
+        except NotRecordableError as error:
+            logger.info("drafts run eagerly: the model %s", error)
+            return None
+
     @torch.inference_mode()
     def _record_forward(self, adapted: bool, every_token: bool) -> SizedRecording:
         run = partial(self._run_forward, adapted, not every_token)
@@ -196,19 +230,26 @@ class KernelList:
     def _record_sampling(self, kind: SamplingKind, *, adapted: bool) -> SizedRecording:
         program, lists = self._program, self._inputs.lists
         hidden = self._forwards[adapted, self._leaves_last].results[0]
-        kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
 
         def run(count: int) -> list[Tensor]:
             return [program.sample(kind, hidden[:count], lists.sample_rows[:count], lists.ahead[:count])]
 
+        return self._record_rows(run, hidden)
+
+    def _record_rows(self, run: SizedStep, hidden: Tensor, *, alike: bool = False) -> SizedRecording:
+        """Of a number of rows that read `hidden`: traced, and compared with eager execution, maybe on one row."""
+        lists = self._inputs.lists
+        kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
         try:
-            lists.sample_rows[:_MOST_ROWS] = program.rows.scratch_row
+            lists.sample_rows[:_MOST_ROWS] = self._program.rows.scratch_row
             recording = self._recorder.record(run, _SAMPLE_TRIALS, self._limits[2:])
-            hidden[: _SAMPLE_CHECK[0]] = torch.linspace(-1, 1, kept[0].numel()).view(kept[0].shape)
-            (expected,) = run(*_SAMPLE_CHECK)
+            trial = torch.linspace(-1, 1, kept[0].numel()).view(kept[0].shape)
+            hidden[: _SAMPLE_CHECK[0]] = trial[:1] if alike else trial
+            expected = [each.clone() for each in run(*_SAMPLE_CHECK)]
             recording(*_SAMPLE_CHECK)
-            if not torch.equal(recording.results[0][: len(expected)], expected):
-                raise NotRecordableError("does more than call kernels")
+            for mine, other in zip(recording.results, expected, strict=True):
+                if not torch.equal(mine[: len(other)], other):
+                    raise NotRecordableError("does more than call kernels")
         finally:
             hidden[: _SAMPLE_CHECK[0]], lists.sample_rows[:_MOST_ROWS] = kept
         return recording

@@ -19,7 +19,7 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.stages import WholeModel, nothing_sampled
-from quire.runner.step import Step, StepShape, planned_tokens
+from quire.runner.step import Arriving, Step, StepShape, planned_tokens
 from quire.runner.ways import Way
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
@@ -93,6 +93,7 @@ class Runner:
         """Start a step. One with mask_slots stops before sampling: its `sample` comes next, with the masks."""
         if self._newest is not None:  # on every rank proposals are made between the same two steps
             self._newest.settle()
+        self.proposer.before(plan)
         if plan.starts or plan.freed_rows or plan.block_ids:
             self._apply(plan)
         step = self._describe(plan)
@@ -115,6 +116,15 @@ class Runner:
         if self.proposer.follows:
             self._newest = running
         return running
+
+    def go_on(self, rows: list[int], hidden: Tensor | None, count: int) -> tuple[Arriving, Tensor]:
+        """`count` decode steps of rows that have nothing else to compute, as one piece of work, see Way.go_on."""
+        kind = self.sampling_kind(rows, False)
+        found = next(found for way in self.ways if (found := way.go_on(rows, hidden, kind, count)) is not None)
+        for _ in range(count):
+            self.rows.note_computed(rows, [1] * len(rows))
+            self.rows.note_appended(rows)
+        return found
 
     @property
     def step_sizes(self) -> tuple[int, ...]:

@@ -126,6 +126,7 @@ class StageInputs(TokenInputs):
         """`inner` are the model's own; buffer [max_num_batched_tokens or more, hidden]."""
         self.captures = inner.captures
         self._inner, self.buffer = inner, buffer
+        self._given: Tensor | None = None
 
     @staticmethod
     def num_rows(sizes: EngineSizes) -> int:
@@ -133,8 +134,8 @@ class StageInputs(TokenInputs):
         return sizes.max_num_batched_tokens + 512
 
     @classmethod
-    def contributes(cls, sizes: EngineSizes) -> Iterable[LedgerLine]:
-        num_bytes = cls.num_rows(sizes) * sizes.hidden_size * sizes.itemsize
+    def contributes(cls, sizes: EngineSizes, num_kept: int = 0, num_read: int = 1) -> Iterable[LedgerLine]:
+        num_bytes = (cls.num_rows(sizes) + num_kept) * num_read * sizes.hidden_size * sizes.itemsize
         yield LedgerLine("stage", num_bytes, "hidden states of the stage before")
 
     def add_request(self, start: RowStart) -> None:
@@ -149,8 +150,11 @@ class StageInputs(TokenInputs):
     def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
         return self._inner.rotary_positions(index, rows, query_starts)
 
+    def give(self, hidden: Tensor | None) -> None:
+        self._given = hidden
+
     def embeds(self, input_ids: Tensor, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor | None:
-        return self.buffer[: input_ids.shape[0]]
+        return (self.buffer if self._given is None else self._given)[: input_ids.shape[0]]
 
 
 class NoSampler(Sampler):

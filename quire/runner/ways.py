@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.models.base import Model
 from quire.platform.base import Platform
-from quire.runner.step import Step
+from quire.runner.sampling.sampler import SamplingKind
+from quire.runner.step import Arriving, Step
 from quire.types.ledger import EngineSizes, LedgerLine
 from quire.utils.registry import Registry
 
@@ -40,6 +42,15 @@ class Way(Protocol):
     def sample(self, step: Step) -> None:
         """Sample for the rows that do, append their tokens, and set `step.sampled`. Does not wait for the device."""
 
+    def go_on(
+        self, rows: list[int], hidden: Tensor | None, kind: SamplingKind, count: int
+    ) -> tuple[Arriving, Tensor] | None:
+        """`count` decode steps behind the last one, as one piece of work: [count, n or more, 2] of what they sample.
+
+        hidden [n or more, hidden] is what the last tokens of `rows` were sampled from, and what is returned beside.
+        None if this way cannot. Does not wait for the device.
+        """
+
     def capture_next(self) -> bool:
         """Capture a kind of step that may come and is not captured yet; False if there is none."""
 
@@ -56,6 +67,7 @@ class WayContext:
     pools: bool = False  # nothing is sampled
     passes_on: bool = False  # nor here: the hidden states of all tokens go to the next stage of a pipeline
     receives: bool = False  # and those of its own tokens come from the stage before
+    num_drafts: int = 0  # of a drafter: decode steps that usually follow one another
 
     @property
     def kept_width(self) -> int:

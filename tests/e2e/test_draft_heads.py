@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
+from quire.engine.core import EngineCore
+from quire.runner.proposers.heads import HeadProposer
+from quire.runner.runner import RunningStep
+from quire.sched.draft_lengths import EveryDraft, Offer
+from quire.sched.drafts import Drafts
+from quire.sched.state import StepDraft
 from quire.types.errors import ConfigError, QuireError
 from quire.types.sampling import SamplingParams
-from quire.types.step import StepResult
+from quire.types.step import StepPlan, StepResult
 from tests.e2e import draft_heads
 from tests.e2e.draft_heads import Draft, Target
 from tests.e2e.drafting import Counting, assert_same, draft_always, engine, run
@@ -43,31 +49,98 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return target, {"method": name, "model": str(head), "num_speculative_tokens": 3}, draft
 
 
-def test_proposals_are_those_of_the_reference(case: Case) -> None:
+class Seen:
+    """What an engine's head proposed, and what it should have."""
+
+    def __init__(self, core: EngineCore, draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._runner, self._draft = runner_of(core), draft
+        self._finish = self._runner.finish
+        self.proposed: list[list[int]] = []
+        self.expected: list[list[int]] = []
+        self.num_steps = 0
+        monkeypatch.setattr(self._runner, "finish", self._look)
+
+    def _look(self, step: Any) -> StepResult:
+        result, rows = self._finish(step), self._runner.rows
+        self.num_steps += 1
+        for index, tokens in result.proposals.items():
+            row = step.plan.rows[index]
+            known = rows.token_ids[row, : rows.host_num_tokens[row]].tolist()
+            self.proposed.append(tokens)
+            self.expected.append(self._draft(known, step.plan.num_proposals[row]))
+        return result
+
+
+def test_proposals_are_those_of_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a prompt in chunks, behind drafts that do not hold, and in a batch."""
     target, config, draft = case
     core = make_engine(target, speculative_config=config, dtype="float32", max_num_batched_tokens=16, num_threads=1)
     draft_always(core)
-    runner = runner_of(core)
-    rows, finish = runner.rows, runner.finish
-    seen: list[tuple[list[int], list[int]]] = []  # what was proposed, and what should have been
-
-    def look(step: Any) -> StepResult:
-        result = finish(step)
-        for index, tokens in result.proposals.items():
-            row = step.plan.rows[index]
-            known = rows.token_ids[row, : rows.host_num_tokens[row]].tolist()
-            seen.append((tokens, draft(known, step.plan.num_proposals[row])))
-        return result
-
-    runner.finish = look
+    seen = Seen(core, draft, monkeypatch)
     driver = Driver(core)
     for index, length in enumerate((1, 7, 30)):
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         driver.add(str(index), [(5 + 3 * place + index) % 190 + 3 for place in range(length)], params)
     driver.finish()
-    assert [proposed for proposed, _ in seen] == [expected for _, expected in seen]
-    assert len(seen) > 8
+    assert seen.proposed == seen.expected
+    assert len(seen.proposed) > 8
+
+
+class Seldom(EveryDraft):
+    """Asks for drafts in one step of `every`, and for fewer of some rows than of others."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._num_steps = every, 0
+
+    def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
+        self._num_steps += 1
+        return [0 if self._num_steps % self._every else max(1, 3 - offer.index) for offer in offers]
+
+
+@pytest.mark.parametrize("every", [5, 40])
+@pytest.mark.parametrize("case", ["eagle3", "deepseek"], indirect=True)
+def test_a_head_that_is_seldom_asked_computes_what_it_missed(
+    case: Case, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It proposes what one does that follows every step: for rows that it was not asked about, and behind blocks
+    of requests that ended meanwhile."""
+    target, config, draft = case
+    found, num_executed = [], []
+    for follows in (False, True):
+        core = make_engine(target, speculative_config=config, dtype="float32", num_threads=1, block_size=16)
+        drafting = core.scheduler._state.drafting
+        assert isinstance(drafting, Drafts)
+        core.scheduler._state.drafting = Drafts(*drafting._drafters, most=3, lengths=Seldom(every))
+        seen, proposer = Seen(core, draft, monkeypatch), runner_of(core).proposer
+        assert isinstance(proposer, HeadProposer)
+        executed, execute = list[StepPlan](), proposer._runner.execute
+        if follows:
+            monkeypatch.setattr(proposer, "_keep", lambda fresh, hidden: False)
+
+        def count(
+            plan: StepPlan, plans: list[StepPlan] = executed, run: Callable[[StepPlan], RunningStep] = execute
+        ) -> RunningStep:
+            plans.append(plan)
+            return run(plan)
+
+        monkeypatch.setattr(proposer._runner, "execute", count)
+        driver = Driver(core)
+        params = SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True)
+        prompts = {str(index): [(7 + 5 * place + index) % 190 + 3 for place in range(9)] for index in range(3)}
+        for name, prompt in prompts.items():
+            driver.add(name, prompt, params)
+        first = dict(driver.finish())
+        num_executed.append(len(executed))
+        for name, prompt in prompts.items():
+            driver.add(f"{name} goes on", prompt + first[name].token_ids, params)
+        answers = driver.finish()
+        assert all(answers[f"{name} goes on"].num_cached_tokens >= 48 for name in prompts)
+        found.append(seen)
+    assert found[0].proposed == found[1].proposed
+    pairs = zip(found[0].proposed, found[0].expected, strict=True)
+    assert sum(proposed != expected for proposed, expected in pairs) <= 1, "logits may be near to each other"
+    assert len(found[0].proposed) > (20 if every == 5 else 3)
+    assert num_executed[0] < num_executed[1] / 2, "it does not run when nobody asks it"
 
 
 @pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5"], indirect=True)

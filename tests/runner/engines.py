@@ -10,7 +10,8 @@ from torch import Tensor
 from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
 from quire.runner.runner import Runner
-from quire.runner.step import Step, StepShape
+from quire.runner.sampling.sampler import SamplingKind
+from quire.runner.step import Arriving, Step, StepShape
 from quire.runner.ways import Way
 from quire.worker.inproc import InProcExecutor
 from quire.worker.worker import Worker
@@ -53,6 +54,11 @@ class Spy:
 
     def sample(self, step: Step) -> None:
         self.way.sample(step)
+
+    def go_on(
+        self, rows: list[int], hidden: Tensor | None, kind: SamplingKind, count: int
+    ) -> tuple[Arriving, Tensor] | None:
+        return self.way.go_on(rows, hidden, kind, count)
 
     def capture_next(self) -> bool:
         return self.way.capture_next()

@@ -80,6 +80,12 @@ def test_kernel_lists_give_the_bits_of_eager_steps(
     assert isinstance(spy.way, KernelList)
     assert spy.ran
     assert not spy.refused
+    proposer = runner_of(cores[0]).proposer
+    if isinstance(proposer, HeadProposer):
+        (steps,) = (way for way in proposer._runner.ways if isinstance(way, KernelList))
+        assert steps.is_recorded
+        assert steps._chains
+        assert None not in steps._chains.values()
     assert {key: answer.content() for key, answer in recorded.items()} == {
         key: answer.content() for key, answer in eager.items()
     }
@@ -107,9 +113,13 @@ def test_cuda_graphs_give_what_eager_steps_do(name: str, tmp_path: Path, monkeyp
     core, captured, found = run()
     proposer = runner_of(core).proposer
     assert isinstance(proposer, HeadProposer)
-    for runner in (runner_of(core), proposer._runner):
-        (graphs,) = (way for way in runner.ways if isinstance(way, CudaGraphs))
-        assert {key.is_decode for key in graphs._forwards} == {True, False}
+    graphs, of_head = (
+        next(way for way in runner.ways if isinstance(way, CudaGraphs))
+        for runner in (runner_of(core), proposer._runner)
+    )
+    assert {key.is_decode for key in graphs._forwards} == {True, False}
+    assert of_head._forwards
+    assert {count for *_, count in of_head._chains} == {1}, "drafts behind the first are one graph"
     assert {key: answer.token_ids for key, answer in found.items()} == {
         key: answer.token_ids for key, answer in expected.items()
     }

@@ -96,6 +96,28 @@ void gather_rows(const float* x, const int64_t* rows, float* out, int64_t count,
     });
 }
 
+void join_columns(const float* first, const float* second, float* out, int64_t rows, int64_t first_width,
+                  int64_t second_width) {
+    const int64_t width = first_width + second_width;
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            std::memcpy(out + r * width, first + r * first_width, sizeof(float) * first_width);
+            std::memcpy(out + r * width + first_width, second + r * second_width, sizeof(float) * second_width);
+        }
+    });
+}
+
+void spread_logits(const float* logits, const int64_t* offsets, float* out, int64_t rows, int64_t width,
+                   int64_t out_width) {
+    parallel(rows, 1 + GRAIN / out_width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            float* mine = out + r * out_width;
+            for (int64_t i = 0; i < out_width; ++i) mine[i] = -__builtin_inff();
+            for (int64_t i = 0; i < width; ++i) mine[i + offsets[i]] = logits[r * width + i];
+        }
+    });
+}
+
 void note_finite(const float* x, int64_t rows, int64_t width, int64_t stride, uint8_t* out) {
     parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {

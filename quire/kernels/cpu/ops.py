@@ -169,6 +169,21 @@ def take_columns(x: Tensor, first: int, width: int) -> Tensor:
     return out
 
 
+def join_columns(first: Tensor, second: Tensor) -> Tensor:
+    first, second = first.contiguous(), second.contiguous()
+    out = empty(first.shape[0], first.shape[1] + second.shape[1])
+    widths = (first.shape[1], second.shape[1])
+    bound().join_columns(first.data_ptr(), second.data_ptr(), out.data_ptr(), first.shape[0], *widths)
+    return out
+
+
+def spread_logits(logits: Tensor, offsets: Tensor, size: int) -> Tensor:
+    logits = logits.contiguous()
+    out = empty(logits.shape[0], size)
+    bound().spread_logits(logits.data_ptr(), offsets.data_ptr(), out.data_ptr(), *logits.shape, size)
+    return out
+
+
 def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.stride(-1) != 1:
         scores = scores.contiguous()

@@ -30,6 +30,21 @@ void gather_slots(const int64_t* rows, const int32_t* starts, const int64_t* pos
     for (int64_t i = starts[num_rows]; i < size; ++i) slots[i] = 0;
 }
 
+void gather_decode(const int64_t* rows, const int32_t* token_ids, const int64_t* num_computed, int64_t token_stride,
+                   int64_t count, int64_t* ids, int64_t* positions, int32_t* contexts) {
+    for (int64_t i = 0; i < count; ++i) {
+        positions[i] = num_computed[rows[i]];
+        contexts[i] = (int32_t)positions[i] + 1;
+        ids[i] = token_ids[rows[i] * token_stride + positions[i]];
+    }
+}
+
+void decode_slots(const int64_t* rows, const int64_t* positions, const int32_t* tables, int64_t table_stride,
+                  int64_t block_size, int64_t count, int64_t* slots) {
+    for (int64_t i = 0; i < count; ++i)
+        slots[i] = tables[rows[i] * table_stride + positions[i] / block_size] * block_size + positions[i] % block_size;
+}
+
 void gather_sampling(const int64_t* rows, const double* table, int64_t table_stride, const int64_t* seeds,
                      const int64_t* num_tokens, const int64_t* num_prompt_tokens, const int32_t* ahead, int64_t count,
                      double* parameters, int64_t* row_seeds, int64_t* positions) {

@@ -50,6 +50,23 @@ def gather_mixed(
     return input_ids, positions, *slots
 
 
+def gather_decode(
+    rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, ...]:
+    """See quire/ops/gather.py."""
+    count = rows.shape[0]
+    input_ids, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
+    contexts = empty(count, dtype=torch.int32)
+    row_ids, known, computed = rows.data_ptr(), token_ids.data_ptr(), num_computed.data_ptr()
+    places = (input_ids.data_ptr(), positions.data_ptr(), contexts.data_ptr())
+    bound().gather_decode(row_ids, known, computed, token_ids.stride(0), count, *places)
+    slots = [empty(count, dtype=torch.int64) for _ in tables]
+    for table, of_group in zip(tables, slots, strict=True):
+        place = (table.data_ptr(), table.stride(0), block_size)
+        bound().decode_slots(row_ids, positions.data_ptr(), *place, count, of_group.data_ptr())
+    return input_ids, positions, contexts, *slots
+
+
 def gather_sampling(
     rows: Tensor,
     table: Tensor,

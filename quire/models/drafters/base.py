@@ -11,19 +11,19 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import whole
 from quire.layers.linear import Linear, Piece
-from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import rotary_embedding
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.blocks import DecoderLayer
 from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderLM
 from quire.models.kinds import MIXERS
+from quire.ops.grouped import ADD_SHARED
+from quire.ops.select import JOIN_COLUMNS
 
 
 class DraftHead(Model):
@@ -40,6 +40,7 @@ class DraftHead(Model):
         self.layer = DecoderLayer(config, ctx, 0)
         rope = config.rope[0]
         self.rotary = None if rope is None else rotary_embedding(rope, ctx.max_model_len, ctx.target)
+        self._join, self._add = JOIN_COLUMNS.bind(ctx.target), ADD_SHARED.bind(ctx.target)
         self._embed: Callable[[Tensor], Tensor]
         self._target_logits: Callable[[Tensor, bool], Tensor]
 
@@ -47,10 +48,6 @@ class DraftHead(Model):
         """Take what it shares with the target, which has its weights and keeps from now on what the head reads."""
         self._embed, self._target_logits = target.embed, target.compute_logits
         target.taps = self.taps
-
-    def read(self, hidden: Tensor) -> Tensor:
-        """The target's hidden states [n, num_hidden_read * hidden], as its forward takes them: [n, hidden]."""
-        return hidden
 
     @classmethod
     @abstractmethod
@@ -76,7 +73,12 @@ class DraftHead(Model):
     def run_layer(self, hidden: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """The residual stream that leaves its layer."""
         rotation = None if self.rotary is None else self.rotary(positions)
-        return merge_residual(*self.layer(hidden, None, rotation, batch))
+        added, residual = self.layer(hidden, None, rotation, batch, batch.wanted)
+        return self._add(whole(added), residual, None)
+
+    def joined(self, first: Tensor, second: Tensor, project: Linear) -> Tensor:
+        """A projection of two vectors of each token, side by side."""
+        return whole(project(self._join(first, second)))
 
     def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         return self._target_logits(hidden, whole)
@@ -85,8 +87,3 @@ class DraftHead(Model):
 def whole_linear(in_features: int, out_features: int, ctx: BuildContext, *, bias: bool = False) -> Linear:
     """A matrix that every rank has all of."""
     return Linear(in_features, (Piece(None, out_features, 0, out_features),), bias=bias, target=ctx.target)
-
-
-def joined(first: Tensor, second: Tensor, project: Linear) -> Tensor:
-    """A projection of two vectors of each token, side by side."""
-    return whole(project(torch.cat((first, second), dim=-1)))

@@ -12,7 +12,7 @@ from quire.layers.norm import ResidualMerge
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.models.decoder import PRE_NORM_WEIGHTS
-from quire.models.drafters.base import DraftHead, joined, whole_linear
+from quire.models.drafters.base import DraftHead, whole_linear
 from quire.models.llama import Llama
 
 # Heads are published with and without the prefix, and some with a copy of the target's embeddings.
@@ -39,4 +39,4 @@ class Eagle(DraftHead):
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         assert inputs_embeds is not None, "of a head, these are the hidden states before the tokens"
-        return self.run_layer(joined(self._embed(input_ids), inputs_embeds, self.fc), positions, batch)
+        return self.run_layer(self.joined(self._embed(input_ids), inputs_embeds, self.fc), positions, batch)

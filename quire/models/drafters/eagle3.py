@@ -11,7 +11,6 @@ from quire.layers.attention import ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead
 from quire.layers.fusion import whole
 from quire.layers.linear import QKVParallelLinear
-from quire.layers.norm import merge_residual
 from quire.layers.weights import WeightedLayer
 from quire.models.base import BuildContext
 from quire.models.blocks import AttentionBlock, make_norm
@@ -19,6 +18,8 @@ from quire.models.config import DecoderConfig
 from quire.models.drafters.base import DraftHead, whole_linear
 from quire.models.drafters.eagle import WEIGHTS
 from quire.models.llama import Llama
+from quire.ops.drafts import SPREAD_LOGITS
+from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
 
 _NAMES = (
@@ -37,11 +38,6 @@ class DraftTokens(WeightedLayer):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.offsets = torch.nn.Parameter(torch.zeros(size, dtype=torch.int64), requires_grad=False)
-
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits [m, size] over the target's vocabulary; its other tokens are never chosen."""
-        tokens = torch.arange(len(self.offsets), device=logits.device) + self.offsets
-        return logits.new_full((logits.shape[0], vocab_size), -torch.inf).index_copy_(1, tokens, logits)
 
 
 class Eagle3(DraftHead):
@@ -65,6 +61,7 @@ class Eagle3(DraftHead):
         )
         self.hidden_norm, self.norm = make_norm(config, ctx), make_norm(config, ctx)
         self.fc = whole_linear(len(taps) * width, width, ctx)
+        self._spread, self._gather_rows = SPREAD_LOGITS.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
         self.draft_tokens = DraftTokens(draft_vocab_size) if draft_vocab_size < config.vocab_size else None
         projection = HeadProjection(width, draft_vocab_size, bias=False, target=ctx.target, group=ctx.group)
         self.lm_head = LMHead(projection, logit_divisor=None, logit_soft_cap=None, target=ctx.target, group=ctx.group)
@@ -78,35 +75,36 @@ class Eagle3(DraftHead):
     def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return Llama.decoder_config({**config, "num_hidden_layers": 1})
 
-    def read(self, hidden: Tensor) -> Tensor:
-        return whole(self.fc(hidden))
-
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """`inputs_embeds` are what `read` gives, or its own hidden states at tokens that it drafted."""
-        hidden = inputs_embeds
-        assert hidden is not None
+        """`inputs_embeds` are the target's hidden states or, at its drafts, its own, which are narrower."""
+        assert inputs_embeds is not None
+        hidden = inputs_embeds if inputs_embeds.shape[-1] == self.hidden_size else whole(self.fc(inputs_embeds))
         assert self.layer.self_attn is not None
         assert self.layer.mlp is not None
         rotation = None if self.rotary is None else self.rotary(positions)
-        both = torch.cat((self.layer.attn_norm(self._embed(input_ids)), self.hidden_norm(hidden)), dim=-1)
-        mixed, residual = self.layer.mlp_norm.merge(self.layer.self_attn(both, rotation, batch), hidden)
-        return merge_residual(self.layer.mlp(mixed), residual)
+        both = self._join(self.layer.attn_norm(self._embed(input_ids)), self.hidden_norm(hidden))
+        attended, wanted = self.layer.self_attn(both, rotation, batch, batch.wanted), batch.wanted
+        before = hidden if wanted is None else self._gather_rows(hidden, wanted.tokens)
+        mixed, residual = self.layer.mlp_norm.merge(attended, before)
+        return self._add(whole(self.layer.mlp(mixed)), residual, None)
 
     def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         assert whole, "tokens that the head leaves out have no rank"
-        logits = self.lm_head(self.norm(hidden))
-        return logits if self.draft_tokens is None else self.draft_tokens.spread(logits, self._vocab_size)
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        if self.draft_tokens is None:
+            return logits
+        return self._spread(logits, self.draft_tokens.offsets, self._vocab_size)
 
 
 def tapped_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Layers of the target that a head reads the inputs of, as its config says or as published heads have it."""
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(named or (2, num_layers // 2, num_layers - 3))
-    if not all(0 <= layer < num_layers for layer in taps):
+    if len(taps) < 2 or not all(0 <= layer < num_layers for layer in taps):
         raise ConfigError(
             f"speculative_config: the head reads layers {taps} of its target, which has {num_layers};"
-            " give a head that was trained for this target"
+            " give a head of several layers that was trained for this target"
         )
     return taps

@@ -12,7 +12,7 @@ from quire.models.blocks import make_norm
 from quire.models.config import DecoderConfig
 from quire.models.decoder import DecoderLM
 from quire.models.deepseek_v3 import DeepseekV3
-from quire.models.drafters.base import DraftHead, joined, whole_linear
+from quire.models.drafters.base import DraftHead, whole_linear
 from quire.models.glm4_moe import Glm4Moe
 
 _OWN = ("eh_proj", "enorm", "hnorm", "shared_head.norm")  # beside the tensors of a decoder layer
@@ -39,7 +39,7 @@ class Mtp(DraftHead):
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         assert inputs_embeds is not None, "of a head, these are the hidden states before the tokens"
-        both = joined(self.enorm(self._embed(input_ids)), self.hnorm(inputs_embeds), self.eh_proj)
+        both = self.joined(self.enorm(self._embed(input_ids)), self.hnorm(inputs_embeds), self.eh_proj)
         return self.run_layer(both, positions, batch)
 
     def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:

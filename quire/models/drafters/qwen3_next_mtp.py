@@ -10,7 +10,7 @@ from quire.layers.attention import ForwardBatch
 from quire.models.base import BuildContext
 from quire.models.blocks import make_norm
 from quire.models.config import DecoderConfig
-from quire.models.drafters.base import DraftHead, joined, whole_linear
+from quire.models.drafters.base import DraftHead, whole_linear
 from quire.models.qwen3_5 import Qwen35, Qwen35Moe
 from quire.models.qwen3_next import Qwen3Next
 
@@ -36,7 +36,7 @@ class Qwen3NextMtp(DraftHead):
     ) -> Tensor:
         assert inputs_embeds is not None, "of a head, these are the hidden states before the tokens"
         embeds, hidden = self.pre_fc_norm_embedding(self._embed(input_ids)), self.pre_fc_norm_hidden(inputs_embeds)
-        normed: Tensor = self.norm(self.run_layer(joined(embeds, hidden, self.fc), positions, batch))
+        normed: Tensor = self.norm(self.run_layer(self.joined(embeds, hidden, self.fc), positions, batch))
         return normed
 
 

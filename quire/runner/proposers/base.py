@@ -6,9 +6,19 @@ as the target samples, with the same noise, so that a proposer that knew the tar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
+from quire.platform.transfer import upload
+from quire.runner.request_rows import RequestRows
+from quire.runner.step import Arriving
 from quire.types.step import RowStart, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.runner.runner import Runner, RunningStep
 
 
 class NoProposer:
@@ -23,6 +33,10 @@ class NoProposer:
         """A request takes a row."""
         return None
 
+    def before(self, plan: StepPlan) -> None:
+        """A plan is about to be applied: rows that it frees, and their blocks, are still as they were."""
+        return None
+
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         """Tokens that may follow in the rows of plan.num_proposals, by index, once a step's result is known.
 
@@ -35,7 +49,53 @@ class NoProposer:
         return False
 
 
+def copy_rows(mine: RequestRows, theirs: RequestRows, row_list: Sequence[int], skipped: int = 0) -> None:
+    """Make rows on the device what the target's are without their first tokens, but for the tokens computed."""
+    computed = [mine.host_num_computed[row] for row in row_list]
+    place, num_computed = upload([*row_list, *computed], mine.token_ids.device, torch.int64).view(2, -1)
+    mine.token_ids[place, : mine.token_ids.shape[1] - skipped] = theirs.token_ids[place, skipped:]
+    numbers = theirs.numbers[:, place]
+    numbers[:2] -= skipped  # known tokens, prompt tokens
+    numbers[2] = num_computed
+    mine.numbers[:, place] = numbers
+
+
 def num_valid(plan: StepPlan, result: StepResult, index: int) -> int:
     """How many of the tokens that a step computed of a row are the row's: all but the drafts that did not hold."""
     drafts, tokens = plan.draft_token_ids.get(plan.rows[index], ()), result.token_ids[index]
     return plan.num_tokens[index] - (1 + len(drafts) - len(tokens) if drafts and tokens else 0)
+
+
+def go_on(
+    runner: Runner, steps: Sequence[tuple[list[int], RunningStep]], asked: dict[int, int]
+) -> dict[int, list[int]]:
+    """Tokens that a drafter proposes for rows, as many as are `asked`; of rows that break none. Waits for them.
+
+    `steps`, each of some rows, have sampled the first token of each; the last has done so in the order of `asked`, if
+    the drafter reads its own hidden states.
+    """
+    parts: list[tuple[list[int], Arriving]] = []
+    drafting, hidden, done = list(asked), steps[-1][1].hidden, 1
+    while more := [row for row in drafting if asked[row] > done]:
+        if hidden is not None and more != drafting:
+            hidden = hidden[upload([drafting.index(row) for row in more], hidden.device, torch.int64)]
+        count = min(asked[row] for row in more) - done
+        sampled, hidden = runner.go_on(more, hidden, count)
+        parts.append((more, sampled))
+        drafting, done = more, done + count
+    found: dict[int, list[int]] = {row: [] for row in asked}
+    broken: set[int] = set()
+    for rows, step in steps:
+        given = step.result()
+        broken.update(rows[index] for index in given.errors)
+        for row, tokens in zip(rows, given.token_ids, strict=True):
+            if row in asked:
+                found[row] += tokens
+    for more, sampled in parts:
+        for row, tokens in zip(more, sampled.get().transpose(0, 1).tolist(), strict=False):
+            found[row] += [token for token, _ in tokens]
+            broken |= {row} if any(code for _, code in tokens) else set()
+    for row in broken:
+        found.pop(row, None)
+        runner.containment.heal(row, runner.rows.host_num_computed[row])
+    return found

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.platform.transfer import upload
-from quire.runner.proposers.base import NoProposer
+from quire.runner.proposers.base import NoProposer, copy_rows, go_on
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.types.step import RowStart, StepPlan, StepResult
@@ -41,6 +40,7 @@ class DraftModel(NoProposer):
     def capture_next(self) -> bool:
         return self._runner.capture_next()
 
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         rows = self._rows
         wanted: dict[int, int] = {}  # row -> tokens to compute
@@ -56,40 +56,20 @@ class DraftModel(NoProposer):
                 wanted[row] = end - kept
         if not wanted:
             return {}
-        self._copy_rows(list(wanted))
+        copy_rows(rows, self._target, list(wanted))
         steps = [self._run(part) for part in _parts(wanted, self._max_tokens)]
-        count = 1
-        while more := [row for row, number in plan.num_proposals.items() if number > count and row in wanted]:
-            steps.append(self._run(dict.fromkeys(more, 1)))
-            count += 1
-        found: dict[int, list[int]] = {row: [] for row in plan.num_proposals if row in wanted}
-        broken: set[int] = set()
-        for part, step in steps:
-            given = step.result()
-            for index, (row, tokens) in enumerate(zip(part, given.token_ids, strict=True)):
-                broken |= {row} if index in given.errors else set()
-                if tokens and row in found:
-                    found[row] += tokens
-        for row, tokens in found.items():
-            rows.host_num_tokens[row] -= len(tokens)
-            self._proposed[row] = tokens
-        return {index: found[row] for index, row in enumerate(plan.rows) if row in found and row not in broken}
+        asked = {row: number for row, number in plan.num_proposals.items() if row in wanted}
+        found = go_on(self._runner, steps, asked)
+        for row, number in asked.items():
+            rows.host_num_tokens[row] -= number
+            self._proposed[row] = found.get(row, [])
+        return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
 
     def _run(self, part: dict[int, int]) -> tuple[list[int], RunningStep]:
         step = self._runner.execute(StepPlan(0, list(part), list(part.values())))
         if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
             step.result()
         return list(part), step
-
-    @torch.inference_mode()
-    def _copy_rows(self, row_list: list[int]) -> None:
-        """Make the rows on the device what the target's are, but for the tokens that are computed."""
-        mine, theirs = self._rows, self._target
-        place = upload(row_list, mine.token_ids.device, torch.int64)
-        computed = [mine.host_num_computed[row] for row in row_list]
-        mine.token_ids[place] = theirs.token_ids[place]
-        mine.numbers[:, place] = theirs.numbers[:, place]
-        mine.num_computed[place] = upload(computed, place.device, torch.int64)
 
 
 def _num_common(proposed: list[int] | tuple[int, ...], tokens: list[int]) -> int:

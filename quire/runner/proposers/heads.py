@@ -4,90 +4,143 @@ A head reads pairs of a hidden state and the token after it. Its rows are the ta
 that pair i stands where token i of the target does, in blocks and in rotations. Pairs of drafts are computed again
 once the target's hidden states are there. Where a prefix hit ends, the last pair before it was made with the token
 that another request went on with: that changes what is proposed, and no token.
+
+A step that is not asked to propose leaves its hidden states in `kept`, and the head computes their pairs later, many
+at once: before it proposes again, before their blocks become another request's, and when there is no more room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quire.models.drafters.base import DraftHead
 from quire.platform.transfer import upload
-from quire.runner.proposers.base import NoProposer, num_valid
+from quire.runner.proposers.base import NoProposer, copy_rows, go_on, num_valid
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.stages import StageInputs
+from quire.types.ledger import EngineSizes
 from quire.types.step import StepPlan, StepResult
+
+_KEPT = 16  # tokens of a row
 
 
 class HeadProposer(NoProposer):
     follows = True
 
     def __init__(
-        self, head: DraftHead, target: RequestRows, runner: Runner, inputs: StageInputs, *, asynchronous: bool
+        self,
+        head: DraftHead,
+        target: RequestRows,
+        runner: Runner,
+        inputs: StageInputs,
+        max_tokens: int,
+        *,
+        asynchronous: bool,
     ) -> None:
-        """`runner` is of the head, over rows of its own; `inputs` hand it hidden states instead of embeddings."""
-        self._asynchronous = asynchronous
-        self._head, self._target, self.wants_hidden = head, target, not head.taps
+        """`runner` is of the head, over rows of its own; `inputs` hand it hidden states instead of embeddings.
+
+        A step of the head takes at most `max_tokens`. The last lines of the inputs' buffer are where they are kept.
+        """
+        self._asynchronous, self._max_tokens = asynchronous, max_tokens
+        self._target, self.wants_hidden = target, not head.taps
         self._runner, self._rows, self._inputs = runner, runner.rows, inputs
+        self._kept = inputs.buffer[-_KEPT * target.scratch_row :]
+        self._most_kept = min(max_tokens, max(runner.step_sizes, default=max_tokens))  # of all rows: one step
+        self._pending: dict[int, int] = {}  # row -> its last computed tokens whose hidden states are kept
+
+    @staticmethod
+    def num_kept(sizes: EngineSizes) -> int:
+        """Lines of the inputs' buffer for what is kept."""
+        return _KEPT * sizes.max_num_seqs
 
     def capture_next(self) -> bool:
         return self._runner.capture_next()
 
     @torch.inference_mode()
+    def before(self, plan: StepPlan) -> None:
+        leave = not self._pending.keys().isdisjoint(plan.freed_rows)
+        if self._pending and (leave or any(start.num_computed_tokens for start in plan.starts)):
+            self._compute({}, None, {})
+        for row in plan.freed_rows:
+            self._pending.pop(row, None)
+
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         assert hidden is not None
-        rows, counts, parts, first = self._rows, dict[int, int](), list[Tensor](), 0
+        fresh: dict[int, range] = {}  # row -> its tokens in `hidden`
+        first = 0
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
-            if index not in result.errors:
-                counts[row] = num_valid(plan, result, index)
-                parts.append(hidden[first : first + counts[row]])
-                computed = self._target.host_num_computed[row]
-                rows.host_num_computed[row] = computed - counts[row]
-                # There is a pair less than there are tokens. A row that proposes nothing is not to sample.
-                rows.host_num_tokens[row] = self._target.host_num_tokens[row] - (row in plan.num_proposals)
+            if index in result.errors:
+                self._pending.pop(row, None)
+            else:
+                fresh[row] = range(first, first + num_valid(plan, result, index))
             first += count
-        if not counts:
+        if not fresh or (not plan.num_proposals and self._keep(fresh, hidden)):
             return {}
-        self._copy_rows(list(counts))
-        found: dict[int, list[int]] = {row: [] for row in plan.num_proposals if row in counts}
-        read = self._head.read(torch.cat(parts) if len(parts) > 1 else parts[0])
-        steps = [self._run(list(counts), list(counts.values()), read)]
-        drafting = [row for row in counts if row in found]
-        while more := [row for row in drafting if plan.num_proposals[row] > len(steps)]:
-            own = steps[-1][1].hidden
-            assert own is not None
-            if more != drafting:
-                own = own[upload([drafting.index(row) for row in more], own.device, torch.int64)]
-            steps.append(self._run(more, [1] * len(more), own[: len(more)]))
-            drafting = more
-        for ran, step in steps:
-            given = step.result()
-            if given.errors:  # steps are padded with what lies in the buffer
-                self._inputs.buffer.zero_()
-            for index, (row, tokens) in enumerate(zip(ran, given.token_ids, strict=True)):
-                if index in given.errors:
-                    found.pop(row, None)
-                elif row in found:
-                    found[row] += tokens
-        return {index: found[row] for index, row in enumerate(plan.rows) if found.get(row)}
+        if self._pending and sum(map(len, fresh.values())) + sum(self._pending.values()) > self._max_tokens:
+            self._compute({}, None, {}, later=fresh)
+        asked = {row: plan.num_proposals[row] for row in fresh if row in plan.num_proposals}
+        found = go_on(self._runner, [self._compute(fresh, hidden, asked)], asked)
+        if len(found) < len(asked):  # something is not finite: steps are padded with what lies in the buffer
+            self._inputs.buffer.zero_()
+        return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
 
-    def _run(self, rows: list[int], counts: list[int], hidden: Tensor) -> tuple[list[int], RunningStep]:
-        self._inputs.buffer[: len(hidden)] = hidden
+    def _keep(self, fresh: dict[int, range], hidden: Tensor) -> bool:
+        """Keep hidden states for later; False if there is no room."""
+        first = {row: self._pending.get(row, 0) for row in fresh}
+        num_tokens = sum(map(len, fresh.values()))
+        if num_tokens + sum(self._pending.values()) > self._most_kept or any(
+            first[row] + len(places) > _KEPT for row, places in fresh.items()
+        ):
+            return False
+        to = [row * _KEPT + first[row] + n for row, places in fresh.items() for n in range(len(places))]
+        _copy(self._kept, to, hidden, [place for places in fresh.values() for place in places])
+        self._pending.update({row: first[row] + len(places) for row, places in fresh.items()})
+        return True
+
+    def _compute(
+        self,
+        fresh: dict[int, range],
+        hidden: Tensor | None,
+        asked: dict[int, int],
+        later: Mapping[int, range] = MappingProxyType({}),
+    ) -> tuple[list[int], RunningStep]:
+        """Compute the pairs of all kept and of these hidden states, and sample for rows that are asked."""
+        mine, pending = self._rows, self._pending
+        rows = [*fresh, *(row for row in pending if row not in fresh)]
+        counts = [pending.get(row, 0) + len(fresh.get(row, ())) for row in rows]
+        kept_to, fresh_to, place = list[int](), list[int](), 0
+        for row, count in zip(rows, counts, strict=True):
+            mine.host_num_computed[row] = self._target.host_num_computed[row] - len(later.get(row, ())) - count
+            # There is a pair less than there are tokens. A row that proposes nothing is not to sample.
+            mine.host_num_tokens[row] = self._target.host_num_tokens[row] - (row in asked)
+            kept_to += range(place, place + pending.get(row, 0))
+            fresh_to += range(place + pending.get(row, 0), place + count)
+            place += count
+        copy_rows(mine, self._target, rows, skipped=1)
+        buffer = self._inputs.buffer
+        if kept_to:
+            lines = [row * _KEPT + n for row in rows for n in range(pending.get(row, 0))]
+            _copy(buffer, kept_to, self._kept, lines)
+        if hidden is not None:
+            _copy(buffer, fresh_to, hidden, [place for places in fresh.values() for place in places])
+        pending.clear()
         step = self._runner.execute(StepPlan(0, rows, counts))
         if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
             step.result()
         return rows, step
 
-    def _copy_rows(self, row_list: Sequence[int]) -> None:
-        """Make the rows on the device the target's without their first tokens."""
-        mine, theirs = self._rows, self._target
-        place = upload(row_list, mine.token_ids.device, torch.int64)
-        computed = [mine.host_num_computed[row] for row in row_list]
-        mine.token_ids[place, :-1] = theirs.token_ids[place, 1:]
-        mine.numbers[:, place] = theirs.numbers[:, place]
-        mine.num_tokens[place] -= 1
-        mine.num_prompt_tokens[place] -= 1
-        mine.num_computed[place] = upload(computed, place.device, torch.int64)
+
+def _copy(to: Tensor, to_lines: list[int], source: Tensor, lines: list[int]) -> None:
+    """to[to_lines] = source[lines]"""
+    count = len(lines)
+    if to_lines == lines == list(range(count)):
+        to[:count] = source[:count]
+        return
+    packed = upload([*to_lines, *lines], to.device, torch.int64).view(2, -1)
+    to[packed[0]] = source[packed[1]]

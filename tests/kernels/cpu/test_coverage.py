@@ -60,6 +60,8 @@ OF_STATES = (
 OF_STEPS = (
     "place_drafts",
     "gather_mixed",
+    "gather_decode",
+    "decode_slots",
     "gather_slots",
     "gather_sampling",
     "keep_allowed",
@@ -99,6 +101,8 @@ COVERED = {
     "gather_rows": Held(*["test_rows_are_picked_as_they_are"] * 3),
     "tokens_in_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "copy_columns": Held(*["test_rows_of_a_range_of_tokens"] * 3),
+    "join_columns": Held(*["test_columns_side_by_side_and_apart"] * 3),
+    "spread_logits": Held(*["test_columns_side_by_side_and_apart"] * 3),
     "clear_outside_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "sum_over_ranks": Held(*["test_sums_are_a_tree_over_the_ranks"] * 3),
     **dict.fromkeys(

@@ -124,6 +124,18 @@ def test_rows_of_a_range_of_tokens(isa: str, width: int) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("width", WIDTHS)
+def test_columns_side_by_side_and_apart(isa: str, width: int) -> None:
+    x, y = rows_with_special(41, width), rows_with_special(41, 3)
+    with using(isa, threads=2):
+        assert_bits(ops.join_columns(x, y), torch.cat((x, y), dim=1))
+        apart = ops.spread_logits(x, torch.arange(width) + 1, 2 * width + 1)
+    expected = torch.full((41, 2 * width + 1), -torch.inf)
+    expected[:, 1::2] = x
+    assert_bits(apart, expected)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_not_finite_is_found_in_its_row(isa: str, width: int) -> None:
     x, out = rows_with_special(41, width), torch.zeros(41, dtype=torch.bool)
     beside = torch.cat([torch.full_like(x, NAN), x], dim=1)[:, width:]

@@ -14,7 +14,7 @@ from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
 from quire.ops.drafts import PLACE_DRAFTS
-from quire.ops.gather import GATHER_MIXED, GATHER_SAMPLING
+from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.types.status import BAD_LOGITS, OK
@@ -23,7 +23,7 @@ from tests.ops.inputs import INPUTS
 
 OPS = (
     *(PLACE_DRAFTS, GATHER_MIXED, GATHER_SAMPLING, KEEP_ALLOWED, EDIT_LOGITS, PENALIZE, APPEND_TOKENS, APPEND_GREEDY),
-    *(OFFER_CANDIDATES, DRAW_AMONG),
+    *(OFFER_CANDIDATES, DRAW_AMONG, GATHER_DECODE),
 )
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")

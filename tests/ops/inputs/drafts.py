@@ -29,4 +29,11 @@ def generate_inputs(seed: int) -> tuple[Tensor, ...]:
     return rows, torch.cat([starts, starts[-1:]]), contexts, *samples, token_ids, num_tokens, num_computed
 
 
-INPUTS = {"place_drafts": generate_inputs}
+def generate_logits(seed: int) -> tuple[Tensor, Tensor, int]:
+    generator = torch.Generator().manual_seed(seed)
+    width, size = 1 + 3 * seed % 17, 20 + seed
+    tokens = torch.randperm(size, generator=generator)[:width].sort().values
+    return torch.randn(1 + seed % 5, width, generator=generator), tokens - torch.arange(width), size
+
+
+INPUTS = {"place_drafts": generate_inputs, "spread_logits": generate_logits}

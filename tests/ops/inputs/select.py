@@ -18,4 +18,10 @@ def generate_columns(seed: int) -> tuple[Tensor, int, int]:
     return x, seed % 8, 1 + seed // 2
 
 
-INPUTS = {"gather_rows": generate_inputs, "take_columns": generate_columns}
+def generate_pairs(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (torch.randn(1 + seed % 7, 1 + width, generator=generator) for width in (seed, 3 * seed % 11))
+    return first, second
+
+
+INPUTS = {"gather_rows": generate_inputs, "take_columns": generate_columns, "join_columns": generate_pairs}
