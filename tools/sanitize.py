@@ -19,6 +19,7 @@ from quire.kernels.cpu import build, library
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/kernels/cpu",
+    "tests/attention/test_context_parallel.py",
     "tests/attention/test_cpu_native.py",
     "tests/attention/test_latent.py",
     "tests/attention/test_sparse.py",

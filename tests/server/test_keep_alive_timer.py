@@ -42,3 +42,22 @@ async def test_sleeps_again_when_the_waking_request_is_over_first() -> None:
         engine.may_wake.set()
         await engine.slept.wait()
     assert keep_alive.is_asleep
+
+
+async def test_counts_as_awake_while_it_wakes() -> None:
+    """The engine answers as soon as it is awake, which its answer to the call that woke it may follow."""
+    admission, engine = SimpleNamespace(num_open=0, watchers=[]), Engine()
+    keep_alive = KeepAlive(cast(Admission, admission), engine)
+    (look,) = admission.watchers
+    async with asyncio.timeout(20):
+        keep_alive.want(0.001, from_now=True)
+        await engine.slept.wait()
+        assert keep_alive.is_asleep
+        admission.num_open = 1
+        look()
+        await asyncio.sleep(0)
+        assert not keep_alive.is_asleep
+        engine.may_wake.set()
+        while engine.is_asleep:
+            await asyncio.sleep(0)
+    assert not keep_alive.is_asleep

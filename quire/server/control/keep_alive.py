@@ -36,6 +36,7 @@ class KeepAlive:
         self._sleeps_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._has_slept = False  # the engine sleeps, or is about to, because of this
+        self._is_waking = False
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         admission.watchers.append(self._look)
@@ -47,7 +48,8 @@ class KeepAlive:
 
     @property
     def is_asleep(self) -> bool:
-        return self._has_slept
+        """While it wakes it counts as awake: its answer may be out before the word that it is."""
+        return self._has_slept and not self._is_waking
 
     def want(self, seconds: float | None, *, from_now: bool) -> None:
         """Keep the idle engine awake for this time, None: for ever. Unless `from_now`, it begins after a request."""
@@ -91,9 +93,10 @@ class KeepAlive:
         async with self._changing:
             if not self._has_slept:
                 return
+            self._is_waking = True
             try:
                 await self._engine.wake()
             except EngineError as error:
                 logger.error("the engine cannot be woken: %s", error)
-            self._has_slept = False
+            self._has_slept = self._is_waking = False
             self._look()  # the request that woke it may be over already

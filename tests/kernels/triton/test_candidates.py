@@ -9,6 +9,7 @@ from quire.ops import candidates as ops
 from quire.ops.draw_within import draw_within
 from tests.kernels.device import DEVICE
 from tests.kernels.triton.paged import needs_triton
+from tests.ops.inputs.candidates import generate_among, generate_offer
 
 pytestmark = needs_triton
 
@@ -17,7 +18,7 @@ pytestmark = needs_triton
 def test_offers_are_the_references(seed: int) -> None:
     from quire.kernels.triton.candidates import offer_candidates
 
-    logits, first_token, count, drawn = ops.generate_offer(seed)
+    logits, first_token, count, drawn = generate_offer(seed)
     expected = ops.offer_candidates(logits, first_token, count, drawn)
     on_device = None if drawn is None else tuple(part.to(DEVICE) for part in drawn)
     found = offer_candidates(logits.to(DEVICE), first_token, count, on_device).cpu()  # type: ignore[arg-type]
@@ -28,7 +29,7 @@ def test_offers_are_the_references(seed: int) -> None:
 def test_draws_among_offers_are_the_references(seed: int) -> None:
     from quire.kernels.triton.candidates import draw_among
 
-    offers, ranks, drawn = ops.generate_among(seed)
+    offers, ranks, drawn = generate_among(seed)
     on_device = None if drawn is None else tuple(part.to(DEVICE) for part in drawn)
     found, highest = draw_among(offers.to(DEVICE), ranks, on_device)  # type: ignore[arg-type]
     expected, expected_highest = ops.draw_among(offers, ranks, drawn)
