@@ -39,7 +39,7 @@ _BACKOFF, _MOST_BACKOFF = 0.5, 30.0  # seconds before a replica is launched agai
 
 
 LaunchReplica = Callable[[int, int], ZmqClient]
-"""Launch replica number i of so many."""
+"""Launches a replica: its index, and the number of replicas."""
 
 
 SINCE_START = (

@@ -22,8 +22,8 @@ Drawn = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows
 def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn | None = None) -> Tensor:
     """What a rank offers of logits [m, n], of tokens from first_token on: [m, 1 + 2 * count] float32.
 
-    Of a greedy row the highest; of one with a top_k, at most `count`, so many; of others the highest with noise
-    added. Without `drawn` all rows are greedy.
+    A greedy row offers its highest logit, a row with a top_k (at most `count`) its top k, others the highest after
+    Gumbel noise is added. Without `drawn` all rows are greedy.
     """
     (rows, size), logits = logits.shape, logits.to(torch.float32)
     best, highest = first_max(logits)

@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import blake2b
+from importlib.util import find_spec
 
 from quire.types.errors import ConfigError
 
@@ -25,13 +26,11 @@ _BUFFER = 1 << 20  # bytes that wait between the plain socket and the thread
 
 def check_tls() -> None:
     """ConfigError where connections cannot be encrypted."""
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
+    if find_spec("cryptography") is None:
         raise ConfigError(
             "what ranks on several hosts exchange is encrypted, which needs the Python package 'cryptography';"
             " install it on every host: pip install 'quire[hosts]'"
-        ) from error
+        )
 
 
 def seal(connection: socket.socket, secret: bytes, *, is_server: bool) -> socket.socket:

@@ -1,7 +1,7 @@
 """Moves experts between ranks by load (EPLB), between two steps and a layer at a time.
 
-Ranks agree on the counts and each makes the same placement of them, so that nobody is told where experts go. Weights
-are copied in place, and so is the table of places: what is captured of steps goes on, and no bit of a result changes.
+Ranks all-reduce the counts and each computes the same placement from them, so that none has to be sent. Weights are
+copied in place, and so is the table of places: what is captured of steps goes on, and no bit of a result changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.layers.quant.base import GroupedMethod
-from quire.models.base import Model
 from quire.models.experts import Experts
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError, EngineDeadError
@@ -33,7 +32,7 @@ class NoBalancer:
 
 
 class ExpertBalancer(NoBalancer):
-    def __init__(self, model: Model, group: ParallelGroup, interval: int) -> None:
+    def __init__(self, model: torch.nn.Module, group: ParallelGroup, interval: int) -> None:
         """Waits for the other ranks, who make theirs. Each layer has its turn once in `interval` steps."""
         self._layers = [module for module in model.modules() if isinstance(module, Experts)]
         self._group, self._interval = group, max(interval, len(self._layers))

@@ -51,7 +51,7 @@ def on_two_ranks(work: Any, slots: list[int], load: list[int]) -> list[Any]:
         mine = SharedMemory(collective_bytes(2), memory.fd)
         group = ParallelGroup(rank, 2, SharedMemoryCollectives(mine, rank, 2))
         layer = Layer(list(slots), rank, 2, load)
-        return work(ExpertBalancer(nn.ModuleList([layer]), group, 4), layer, rank, CollectiveFailure([mine]))  # type: ignore[arg-type]
+        return work(ExpertBalancer(nn.ModuleList([layer]), group, 4), layer, rank, CollectiveFailure([mine]))
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -110,4 +110,4 @@ def test_nothing_moves_after_a_failed_step() -> None:
 def test_shares_must_be_equal() -> None:
     layer = Layer([0, 1, 2], 0, 1, [1, 1, 1])
     with pytest.raises(ConfigError, match=r"equal shares, but there are 3; set --num-redundant-experts 1"):
-        ExpertBalancer(nn.ModuleList([layer]), ParallelGroup(0, 2), 4)  # type: ignore[arg-type]
+        ExpertBalancer(nn.ModuleList([layer]), ParallelGroup(0, 2), 4)

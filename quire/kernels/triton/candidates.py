@@ -27,7 +27,7 @@ def _put(out_ptr, places, tokens, logits, mask, FIRST_ID: tl.constexpr, COUNT: t
 @triton.jit
 def _put_first(line_ptr, out_ptr, size, temperature, least, equals, FIRST_ID: tl.constexpr, COUNT: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Offer the tokens above `least` and so many of its equals; returns how many there are."""
+    """Offer the tokens above `least`, and the first `equals` of those equal to it; returns how many were offered."""
     taken = tl.zeros([], tl.int32)
     met = tl.zeros([], tl.int32)
     for start in range(0, size, BLOCK):

@@ -251,7 +251,7 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
 @triton.jit
 def _with(values, value):
     """A tuple with one value more."""
-    return values + (value,)  # noqa: RUF005 (Triton unpacks none)
+    return values + (value,)  # noqa: RUF005 (the JIT compiler does not take (*values, value))
 
 
 @triton.jit

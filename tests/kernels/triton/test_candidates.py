@@ -14,14 +14,19 @@ from tests.ops.inputs.candidates import generate_among, generate_offer
 pytestmark = needs_triton
 
 
+def placed(drawn: ops.Drawn) -> ops.Drawn:
+    parameters, seeds, positions = drawn
+    return parameters.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 7, 10])
 def test_offers_are_the_references(seed: int) -> None:
     from quire.kernels.triton.candidates import offer_candidates
 
     logits, first_token, count, drawn = generate_offer(seed)
     expected = ops.offer_candidates(logits, first_token, count, drawn)
-    on_device = None if drawn is None else tuple(part.to(DEVICE) for part in drawn)
-    found = offer_candidates(logits.to(DEVICE), first_token, count, on_device).cpu()  # type: ignore[arg-type]
+    on_device = None if drawn is None else placed(drawn)
+    found = offer_candidates(logits.to(DEVICE), first_token, count, on_device).cpu()
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
@@ -30,8 +35,8 @@ def test_draws_among_offers_are_the_references(seed: int) -> None:
     from quire.kernels.triton.candidates import draw_among
 
     offers, ranks, drawn = generate_among(seed)
-    on_device = None if drawn is None else tuple(part.to(DEVICE) for part in drawn)
-    found, highest = draw_among(offers.to(DEVICE), ranks, on_device)  # type: ignore[arg-type]
+    on_device = None if drawn is None else placed(drawn)
+    found, highest = draw_among(offers.to(DEVICE), ranks, on_device)
     expected, expected_highest = ops.draw_among(offers, ranks, drawn)
     assert found.tolist() == expected.tolist()
     assert highest.tolist() == expected_highest.tolist()
@@ -56,12 +61,12 @@ def test_ranks_draw_what_all_logits_give() -> None:
     columns[1, 5] = -0.3
     drawn = columns.contiguous(), torch.arange(rows) * 977, torch.arange(rows)
     share = -(-size // ranks)
-    on_device = tuple(part.to(DEVICE) for part in drawn)
+    on_device = placed(drawn)
     offers = [
-        offer_candidates(logits[:, start : start + share].to(DEVICE), start, 64, on_device)  # type: ignore[arg-type]
+        offer_candidates(logits[:, start : start + share].to(DEVICE), start, 64, on_device)
         for start in range(0, size, share)
     ]
-    tokens, highest = draw_among(torch.cat(offers, dim=1), ranks, on_device)  # type: ignore[arg-type]
+    tokens, highest = draw_among(torch.cat(offers, dim=1), ranks, on_device)
     expected, expected_highest = draw_within(logits, *drawn)
     assert highest.tolist() == expected_highest.tolist()
     assert [token for row, token in enumerate(tokens.tolist()) if row != 6] == [
