@@ -26,19 +26,23 @@ class Engine:
         self.is_asleep = False
 
 
-async def test_sleeps_again_when_the_waking_request_is_over_first() -> None:
+async def fall_asleep() -> tuple[SimpleNamespace, Engine, KeepAlive]:
     admission, engine = SimpleNamespace(num_open=0, watchers=[]), Engine()
     keep_alive = KeepAlive(cast(Admission, admission), engine)
-    (look,) = admission.watchers
+    keep_alive.want(0.001, from_now=True)
+    await engine.slept.wait()
+    return admission, engine, keep_alive
+
+
+async def test_sleeps_again_when_the_waking_request_is_over_first() -> None:
     async with asyncio.timeout(20):
-        keep_alive.want(0.001, from_now=True)
-        await engine.slept.wait()
+        admission, engine, keep_alive = await fall_asleep()
         engine.slept.clear()
         admission.num_open = 1
-        look()
+        admission.watchers[0]()
         await asyncio.sleep(0)
         admission.num_open = 0
-        look()
+        admission.watchers[0]()
         engine.may_wake.set()
         await engine.slept.wait()
     assert keep_alive.is_asleep
@@ -46,15 +50,11 @@ async def test_sleeps_again_when_the_waking_request_is_over_first() -> None:
 
 async def test_counts_as_awake_while_it_wakes() -> None:
     """The engine answers as soon as it is awake, which its answer to the call that woke it may follow."""
-    admission, engine = SimpleNamespace(num_open=0, watchers=[]), Engine()
-    keep_alive = KeepAlive(cast(Admission, admission), engine)
-    (look,) = admission.watchers
     async with asyncio.timeout(20):
-        keep_alive.want(0.001, from_now=True)
-        await engine.slept.wait()
+        admission, engine, keep_alive = await fall_asleep()
         assert keep_alive.is_asleep
         admission.num_open = 1
-        look()
+        admission.watchers[0]()
         await asyncio.sleep(0)
         assert not keep_alive.is_asleep
         engine.may_wake.set()
