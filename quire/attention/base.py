@@ -96,6 +96,10 @@ class AttentionBatch:
     padding_row: int = -1  # what `rows` is padded with
     lengths: HostLengths | None = None  # None in a captured step, whose lengths only the device knows
 
+    def known_lengths(self) -> HostLengths:
+        """The lengths of the rows; waits for the device if it alone knows them, so never in a captured step."""
+        return self.lengths or HostLengths(self.query_starts.diff().tolist(), self.contexts.tolist())
+
 
 class WorkPlan(NamedTuple):
     """How a backend divides the rows of a step among its kernels, made on the host."""
@@ -134,6 +138,14 @@ class Written(NamedTuple):
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque
     """Whatever a backend prepares once per step and group and reads in every layer."""
+
+
+class LayerCache(NamedTuple):
+    """Attention of one layer in one step: what it asks for, its keys and values, and what was prepared."""
+
+    spec: AttentionSpec
+    cache: Tensor
+    metadata: AttentionMetadata
 
 
 class GroupBackend(ABC):
@@ -248,32 +260,18 @@ class AttentionBackend(GroupBackend):
         """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""
 
     @abstractmethod
-    def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Written:
-        """Norm and rotate query and key heads, and write keys and values into the cache. Mutates `cache` only.
+    def write(self, at: LayerCache, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation) -> Written:
+        """Norm and rotate query and key heads, and write keys and values into the cache. Mutates the cache only.
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
         """
 
     def write_partial_sums(
-        self,
-        spec: AttentionSpec,
-        qkv: PartialSums,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, qkv: PartialSums, head_norm: HeadNorm | None, rotation: Rotation
     ) -> Written:
         """The same of a product in parts."""
-        return self.write(spec, qkv.summed(), head_norm, rotation, cache, metadata)
+        return self.write(at, qkv.summed(), head_norm, rotation)
 
     @abstractmethod
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
         """[num_tokens, num_heads * head_dim], of what `write` returned; padding is undefined."""

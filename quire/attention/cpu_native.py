@@ -18,6 +18,7 @@ from quire.attention.base import (
     AttentionMetadata,
     AttentionSpec,
     HeadNorm,
+    LayerCache,
     Rotation,
     Written,
 )
@@ -43,6 +44,10 @@ class NativeMetadata(AttentionMetadata):
     rows: int
     contexts: int
     starts: int
+
+    @property
+    def rows_of_step(self) -> tuple[int, int, int, int]:
+        return self.tables, self.rows, self.contexts, self.starts
 
 
 class NativeAttention(AttentionBackend):
@@ -122,80 +127,37 @@ class NativeAttention(AttentionBackend):
             batch.query_starts.data_ptr(),
         )
 
-    def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Written:
+    def write(self, at: LayerCache, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         q = empty(tokens, spec.num_heads, spec.head_dim)
-        q_weight = k_weight = cos = sin = None
+        norms: tuple[int | None, int | None] = (None, None)
         eps = offset = 0.0
-        rotary = 0
         if head_norm is not None:
-            q_weight, k_weight = head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr()
+            norms = head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr()
             eps, offset = head_norm.eps, head_norm.weight_offset
-        if rotation is not None:
-            cos, sin, rotary = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[-1]
-        self._kernels.prepare_qkv(
-            qkv.data_ptr(),
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            metadata.slots,
-            q.data_ptr(),
-            cache.data_ptr(),
-            tokens,
-            metadata.batch.num_tokens,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            rotary,
-            metadata.batch.block_size,
-            cache.stride(0) * cache.element_size(),
-            KV_TYPES[cache.dtype],
-            eps,
-            offset,
-            int(spec.norms_rotated),
-        )
+        given = (qkv.data_ptr(), *norms, *rotation_addresses(rotation), metadata.slots)
+        rotary = 0 if rotation is None else rotation[0].shape[-1]
+        sizes = (tokens, metadata.batch.num_tokens, spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary)
+        kept = (metadata.batch.block_size, cache.stride(0) * cache.element_size(), KV_TYPES[cache.dtype])
+        kind = (eps, offset, int(spec.norms_rotated))
+        self._kernels.prepare_qkv(*given, q.data_ptr(), cache.data_ptr(), *sizes, *kept, *kind)
         return Written(q)
 
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
         batch, share = metadata.batch, self._share
         query, out = self._all_queries(written.query), self._room(written.query, spec.head_dim)
         sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-        self._kernels.attention(
-            query.data_ptr(),
-            cache.data_ptr(),
-            metadata.tables,
-            metadata.rows,
-            metadata.contexts,
-            metadata.starts,
-            out.data_ptr(),
-            batch.rows.shape[0],
-            batch.tables.stride(0),
-            cache.stride(0) * cache.element_size(),
-            share.size * spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            batch.block_size,
-            spec.kernel_window,
-            int(spec.causal),
-            KV_TYPES[cache.dtype],
-            spec.scale,
-            spec.soft_cap or 0.0,
-            sinks,
-            share.size,
-            share.rank,
-        )
+        given = (query.data_ptr(), cache.data_ptr(), *metadata.rows_of_step, out.data_ptr())
+        strides = (batch.rows.shape[0], batch.tables.stride(0), cache.stride(0) * cache.element_size())
+        heads = (share.size * spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        seen = (batch.block_size, spec.kernel_window, int(spec.causal), KV_TYPES[cache.dtype])
+        scores = (spec.scale, spec.soft_cap or 0.0, sinks)
+        self._kernels.attention(*given, *strides, *heads, *seen, *scores, share.size, share.rank)
         out = self._merged(out, spec.num_heads, spec.head_dim, sinks).flatten(1)
         if out.shape[0] > batch.num_tokens:
             out[batch.num_tokens :] = 0.0
@@ -221,3 +183,7 @@ class NativeAttention(AttentionBackend):
         place = (tokens, share.size, share.size * heads, share.rank * heads, heads, value_dim)
         self._kernels.merge_contexts(everyone.data_ptr(), sinks, out.data_ptr(), *place)
         return out
+
+
+def rotation_addresses(rotation: Rotation) -> tuple[int | None, int | None]:
+    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.attention.base import (
+    AttentionBackend,
+    HeadNorm,
+    LayerCache,
+    Rotation,
+    Written,
+)
 from quire.ops.split_k import PartialSums
 from quire.types.errors import EngineError
 
@@ -25,8 +31,8 @@ class LatentWeights(NamedTuple):
 
     norm: Tensor  # [kv_rank], of the RMS norm of what is compressed
     eps: float
-    key_up: Tensor  # [heads, nope_dim, kv_rank]
-    value_up: Tensor  # [heads, kv_rank, value_dim]
+    key_up: Tensor  # [heads, nope_dim, kv_rank], or codes with scales: see ops/latent.py
+    value_up: Tensor  # [heads, kv_rank, value_dim], likewise
 
 
 class IndexInputs(NamedTuple):
@@ -50,47 +56,25 @@ class LatentBackend(AttentionBackend):
 
     @abstractmethod
     def write_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        q: Tensor,
-        latent: Tensor,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, weights: LatentWeights, q: Tensor, latent: Tensor, rotation: Rotation
     ) -> Written:
-        """Norm and rotate latents and write them into the cache; absorb and rotate queries. Mutates `cache` only.
+        """Norm and rotate latents and write them into the cache; absorb and rotate queries. Mutates the cache only.
 
         q [n, heads, nope_dim + rope_dim], latent [n, kv_rank + rope_dim]: views whose last dimension is contiguous.
         """
 
-    def write_index(
-        self, spec: AttentionSpec, index: IndexInputs, rotation: Rotation, cache: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rotate and keep index keys; return index queries, rotated and scaled, and the weights of their heads."""
         raise EngineError(f"{self.name} attention has no sparse indexer")
 
     @abstractmethod
-    def attend_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        written: Written,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
         """[n, heads * value_dim], of what `write_latent` returned; padding is undefined."""
 
     def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor | PartialSums,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, qkv: Tensor | PartialSums, head_norm: HeadNorm | None, rotation: Rotation
     ) -> Written:
         raise EngineError(_NOT_HEADS)
 
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
         raise EngineError(_NOT_HEADS)

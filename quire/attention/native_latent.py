@@ -1,16 +1,18 @@
-"""Latent attention through the native CPU library, for prefill and decode alike: the absorbed form."""
+"""Latent attention through the native CPU library, dense and sparse, for prefill and decode: the absorbed form."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
-from quire.attention.cpu_native import KV_TYPES, SCALE_BYTES, NativeAttention, NativeMetadata
-from quire.attention.latent import LatentBackend, LatentWeights
+from quire.attention.base import AttentionBackend, AttentionSpec, LayerCache, Rotation, Written
+from quire.attention.cpu_native import KV_TYPES, SCALE_BYTES, NativeAttention, NativeMetadata, rotation_addresses
+from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.kernels.cpu import library
+from quire.kernels.cpu.index import select_rows
 from quire.kernels.cpu.latent import per_head, per_head_into
 from quire.kernels.cpu.tracing import empty
+from quire.parallel.groups import ContextShare
 
 
 class NativeLatentAttention(LatentBackend, NativeAttention):
@@ -37,56 +39,27 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
         return None
 
     def write_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        q: Tensor,
-        latent: Tensor,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, weights: LatentWeights, q: Tensor, latent: Tensor, rotation: Rotation
     ) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
         tokens, heads, _ = q.shape
-        rank, nope = weights.norm.shape[0], weights.key_up.shape[1]
+        rank = weights.norm.shape[0]
+        nope = q.shape[2] - (spec.head_dim - rank)
         query = empty(tokens, heads, spec.head_dim)
         per_head_into(q[..., :nope], weights.key_up, query)
-        cos, sin = (None, None) if rotation is None else (part.data_ptr() for part in rotation)
-        self._kernels.prepare_latent(
-            q.data_ptr(),
-            q.stride(0),
-            latent.data_ptr(),
-            latent.stride(0),
-            weights.norm.data_ptr(),
-            cos,
-            sin,
-            metadata.slots,
-            query.data_ptr(),
-            cache.data_ptr(),
-            tokens,
-            metadata.batch.num_tokens,
-            heads,
-            nope,
-            spec.head_dim - rank,
-            rank,
-            metadata.batch.block_size,
-            cache.stride(1) * cache.element_size(),
-            KV_TYPES[cache.dtype],
-            weights.eps,
-        )
+        given = (q.data_ptr(), q.stride(0), latent.data_ptr(), latent.stride(0), weights.norm.data_ptr())
+        to = (metadata.slots, query.data_ptr(), cache.data_ptr())
+        sizes = (tokens, metadata.batch.num_tokens, heads, nope, spec.head_dim - rank, rank)
+        kept = (metadata.batch.block_size, cache.stride(1) * cache.element_size(), KV_TYPES[cache.dtype])
+        self._kernels.prepare_latent(*given, *rotation_addresses(rotation), *to, *sizes, *kept, weights.eps)
         return Written(query)
 
-    def attend_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        written: Written,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
         batch = metadata.batch
-        rows = (metadata.tables, metadata.rows, metadata.contexts, metadata.starts)
+        rows = metadata.rows_of_step
         out = self._attended(
             spec, written.query, cache, rows, batch.rows.shape[0], batch.tables.stride(0), batch.block_size
         )
@@ -108,21 +81,58 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
         assert spec.value_dim is not None
         share, out = self._share, self._room(query, spec.value_dim)
         query = self._all_queries(query)
-        self._kernels.latent_attention(
-            query.data_ptr(),
-            cache.data_ptr(),
-            *rows,
-            out.data_ptr(),
-            num_rows,
-            table_stride,
-            cache.stride(1) * cache.element_size(),
-            share.size * spec.num_heads,
-            spec.head_dim,
-            spec.value_dim,
-            block_size,
-            KV_TYPES[cache.dtype],
-            spec.scale,
-            share.size,
-            share.rank,
-        )
+        strides = (num_rows, table_stride, cache.stride(1) * cache.element_size())
+        sizes = (share.size * spec.num_heads, spec.head_dim, spec.value_dim, block_size, KV_TYPES[cache.dtype])
+        given = (query.data_ptr(), cache.data_ptr(), *rows, out.data_ptr())
+        self._kernels.latent_attention(*given, *strides, *sizes, spec.scale, share.size, share.rank)
         return self._merged(out, spec.num_heads, spec.value_dim, None)
+
+
+class NativeSparseAttention(NativeLatentAttention):
+    """Each token attends to the keys that an indexer selects.
+
+    To attention a token is then a row of its own, with blocks of one key each, in the order of their positions: a
+    context no longer than top-k gives the bits of dense attention.
+    """
+
+    num_scales = 2  # of the index key, then of the latent
+
+    def share_context(self, share: ContextShare) -> None:
+        AttentionBackend.share_context(self, share)  # an indexer selects among the keys of all tokens
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        # And scores of twice as many tokens as there are threads, for all keys.
+        return super().workspace_bytes(spec, max_model_len, itemsize) + 8 * library.num_threads() * max_model_len
+
+    def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        spec, cache, metadata = at
+        assert isinstance(metadata, NativeMetadata)
+        tokens, heads, dim = index.query.shape
+        query, weights, keys = empty(tokens, heads, dim), empty(tokens, heads), _keys(spec, cache)
+        given = (part for each in index for part in (each.data_ptr(), each.stride(0)))
+        to = (metadata.slots, query.data_ptr(), weights.data_ptr(), keys.data_ptr())
+        rotary = 0 if rotation is None else rotation[0].shape[-1]
+        sizes = (tokens, metadata.batch.num_tokens, heads, dim, rotary)
+        kept = (keys.stride(1) * keys.element_size(), keys.shape[2] * keys.element_size(), KV_TYPES[cache.dtype])
+        self._kernels.prepare_index(*given, *rotation_addresses(rotation), *to, *sizes, *kept)
+        return query, weights
+
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
+        spec, cache, metadata = at
+        assert isinstance(metadata, NativeMetadata)
+        assert spec.top_k is not None
+        assert written.of_index is not None
+        batch = metadata.batch
+        if batch.max_context <= spec.top_k:
+            return super().attend_latent(at, weights, written)
+        lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
+        found = select_rows(*written.of_index, _keys(spec, cache), *lists, spec.top_k)
+        rows = tuple(part.data_ptr() for part in (found.slots, found.lines, found.counts, found.firsts))
+        out = self._attended(spec, written.query, cache, rows, written.query.shape[0], spec.top_k, 1)
+        return per_head(out, weights.value_up).flatten(1)
+
+
+def _keys(spec: AttentionSpec, cache: Tensor) -> Tensor:
+    """The index keys of a cache; int8 ones with their scales."""
+    width = spec.index_dim + (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+    return cache[..., spec.head_dim : spec.head_dim + width]

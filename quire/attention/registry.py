@@ -38,9 +38,9 @@ SPARSE_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "quire.attention",
     {
         "torch_ref": "torch_latent:TorchLatentAttention",
-        "cpu_native": "native_sparse:NativeSparseAttention",
-        "triton": "triton_sparse:TritonSparseAttention",
-        "triton_fixed": "triton_sparse:FixedTritonSparseAttention",
+        "cpu_native": "native_latent:NativeSparseAttention",
+        "triton": "triton_latent:TritonSparseAttention",
+        "triton_fixed": "triton_latent:FixedTritonSparseAttention",
     },
 )
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
+from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.attention.torch_ref import TorchAttention, TorchMetadata, Unit, attend_unit, plan_units
-from quire.ops.index import index_scores, top_keys
+from quire.ops.latent import index_scores, per_head, top_keys
 from quire.ops.norm import rms_norm
-from quire.ops.per_head import per_head
 from quire.ops.rope import apply_rope
 
 
 class TorchLatentAttention(LatentBackend, TorchAttention):
     def write_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        q: Tensor,
-        latent: Tensor,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, weights: LatentWeights, q: Tensor, latent: Tensor, rotation: Rotation
     ) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
-        rank, nope_dim = weights.norm.shape[0], weights.key_up.shape[1]
+        rank = weights.norm.shape[0]
+        nope_dim = q.shape[2] - (spec.head_dim - rank)
         shared = rotated(latent[:, None, rank:], rotation)[:, 0]
         kept = torch.cat((rms_norm(latent[:, :rank], weights.norm, weights.eps), shared), dim=-1)
         slots = metadata.slots
@@ -35,9 +29,8 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         absorbed = per_head(q[..., :nope_dim], weights.key_up)
         return Written(torch.cat((absorbed, rotated(q[..., nope_dim:], rotation)), dim=-1))
 
-    def write_index(
-        self, spec: AttentionSpec, index: IndexInputs, rotation: Rotation, cache: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         lines, slots = cache.view(-1, cache.shape[-1])[:, spec.head_dim :], metadata.slots
         key = rotated(index.key[:, None], rotation)[:, 0]
@@ -45,14 +38,8 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         num_heads, dim = index.query.shape[1:]
         return rotated(index.query, rotation) * dim**-0.5, index.weights.float() * num_heads**-0.5
 
-    def attend_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        written: Written,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         assert spec.value_dim is not None
         query = written.query

@@ -21,12 +21,13 @@ from quire.attention.base import (
     AttentionMetadata,
     AttentionSpec,
     HeadNorm,
+    LayerCache,
     Rotation,
     Written,
 )
 from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
-from quire.ops.qkv import split_qkv
-from quire.ops.soft_cap import soft_cap
+from quire.ops.rope import split_qkv
+from quire.ops.scale import soft_cap
 
 KEY_TILE = 128  # a multiple of every block size
 QUERY_TILE, MIN_QUERY_TILE = 128, 16
@@ -80,15 +81,8 @@ class TorchAttention(AttentionBackend):
         # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
         return TorchMetadata(batch, batch.slot_mapping[: batch.num_tokens])
 
-    def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Written:
+    def write(self, at: LayerCache, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation, spec.norms_rotated)
@@ -98,7 +92,8 @@ class TorchAttention(AttentionBackend):
         flat[1].index_copy_(1, slots, value[:num_tokens].transpose(0, 1))
         return Written(query)
 
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         query = written.query
         scaled = query * spec.scale
@@ -130,8 +125,7 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
     """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
     buckets: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
     token = 0
-    assert batch.lengths is not None, "torch's own attention is never captured"
-    for row, (num_queries, context) in enumerate(zip(*batch.lengths, strict=True)):
+    for row, (num_queries, context) in enumerate(zip(*batch.known_lengths(), strict=True)):
         tile = _query_tile(spec, context, itemsize)
         for start in range(0, num_queries, tile):
             queries = min(tile, num_queries - start)

@@ -20,6 +20,7 @@ from quire.attention.base import (
     AttentionSpec,
     HeadNorm,
     HostLengths,
+    LayerCache,
     Rotation,
     WorkPlan,
     Written,
@@ -71,17 +72,17 @@ class MixedKind(NamedTuple):
     long_context: bool = False  # some partial tile sees many keys
 
 
-# A prompt, beside rows that decode, the end of a prompt whose beginning is cached, and both.
+# A prompt, beside rows that decode, the end of a prompt whose beginning is cached, and both; a chunk of few tokens
+# beside a larger one.
 _USUAL = (
     MixedKind(tiles=True, partial_tiles=True),
     MixedKind(singles=True, tiles=True, partial_tiles=True),
     MixedKind(few=True),
     MixedKind(singles=True, few=True),
+    MixedKind(few=True, tiles=True, partial_tiles=True),
+    MixedKind(singles=True, few=True, tiles=True, partial_tiles=True),
 )
-_USUAL_LONG = (
-    MixedKind(tiles=True, partial_tiles=True, long_context=True),
-    MixedKind(singles=True, tiles=True, partial_tiles=True, long_context=True),
-)
+_USUAL_LONG = tuple(kind._replace(long_context=True) for kind in _USUAL if kind.tiles)
 _Pair = tuple[Tensor, Tensor]
 
 
@@ -243,14 +244,9 @@ class TritonAttention(AttentionBackend):
         return metadata
 
     def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor | PartialSums,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, qkv: Tensor | PartialSums, head_norm: HeadNorm | None, rotation: Rotation
     ) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         if not spec.causal and rotation is None and head_norm is None and isinstance(qkv, Tensor):
             # Nothing is to be done, and no later step reads the cache.
@@ -269,17 +265,11 @@ class TritonAttention(AttentionBackend):
         return Written(query, keys, values)
 
     def write_partial_sums(
-        self,
-        spec: AttentionSpec,
-        qkv: PartialSums,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, qkv: PartialSums, head_norm: HeadNorm | None, rotation: Rotation
     ) -> Written:
-        assert isinstance(metadata, TritonMetadata)
-        assert not metadata.whole, "matmuls of this many tokens are never split along K"
-        return self.write(spec, qkv, head_norm, rotation, cache, metadata)
+        assert isinstance(at.metadata, TritonMetadata)
+        assert not at.metadata.whole, "matmuls of this many tokens are never split along K"
+        return self.write(at, qkv, head_norm, rotation)
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
         """Whether long prompts without a cached prefix attend over the keys and values of their step."""
@@ -290,7 +280,8 @@ class TritonAttention(AttentionBackend):
         at_once = 4 * self.multiprocessors()  # programs that fit on the device
         return programs >= 0.9 * at_once * -(-programs // at_once) > 0
 
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
         if not spec.causal and written.keys is not None:
@@ -391,9 +382,8 @@ def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch
         return fused.flatten(1)
     out = torch.zeros_like(query)
     # On a GPU these are never captured, so that the host knows them.
-    lengths = batch.query_starts.diff().tolist() if batch.lengths is None else batch.lengths.queries
     start = 0
-    for length in lengths:
+    for length in batch.known_lengths().queries:
         part = slice(start, start + length)
         q, k, v = (x[part].transpose(0, 1)[None] for x in (query, keys, values))
         mask = None

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionMetadata, AttentionSpec, Written
+from quire.attention.base import AttentionSpec, LayerCache, Written
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata, both_directions
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
@@ -44,7 +44,8 @@ class FixedTritonAttention(TritonAttention):
         is_same = cache.dtype == qkv.dtype and whole_fits(spec.head_dim, qkv.element_size())
         return is_same and super().takes_whole(spec, qkv, cache)
 
-    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, at: LayerCache, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
         if not spec.causal and written.keys is not None:

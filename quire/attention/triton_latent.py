@@ -1,4 +1,4 @@
-"""Latent attention with Triton kernels: the absorbed form, and for long prompts by themselves the unabsorbed one."""
+"""Latent attention with Triton kernels, dense and sparse: absorbed, and for long prompts by themselves unabsorbed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
-from quire.attention.latent import LatentBackend, LatentWeights
+from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
+from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
 from quire.attention.triton_fixed import FixedTritonAttention, segment_size
-from quire.kernels.triton.latent import (
-    FIXED_TOKENS,
-    folded_up,
-    folds,
-    per_head,
-    prepare_latent,
-    tokens_at_once,
-)
+from quire.kernels.triton.index import MOST_SCORES, prepare_index, select_rows
+from quire.kernels.triton.latent import FIXED_TOKENS, folded_up, folds, per_head, prepare_latent, tokens_at_once
 from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 
@@ -52,15 +46,9 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         return None
 
     def write_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        q: Tensor,
-        latent: Tensor,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
+        self, at: LayerCache, weights: LatentWeights, q: Tensor, latent: Tensor, rotation: Rotation
     ) -> Written:
+        spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         whole = self.unabsorbs(metadata, q)
         kept = torch.empty(latent.shape, dtype=q.dtype, device=q.device) if whole else None
@@ -78,14 +66,8 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         plain[1, ..., nope:].copy_(kept[:, rank:])
         return Written(query, plain, torch.bmm(compressed, weights.value_up))
 
-    def attend_latent(
-        self,
-        spec: AttentionSpec,
-        weights: LatentWeights,
-        written: Written,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
+        spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         assert spec.value_dim is not None
         if written.keys is not None and written.values is not None:
@@ -182,3 +164,61 @@ def _unabsorbed(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor
             query[None], keys[None], values[None], is_causal=True, scale=spec.scale
         )
     return out[0, ..., :value_dim].transpose(0, 1).reshape(query.shape[1], -1)
+
+
+_MANY_TOKENS = 64  # whose keys are not shared by several programs
+
+
+class TritonSparseAttention(TritonLatentAttention):
+    """Each token attends to the keys that an indexer selects.
+
+    To attention a token is then a row of its own, with blocks of one key each, in the order of their positions: a
+    context no longer than top-k gives the bits of dense attention.
+    """
+
+    fused_queries = 1 << 30  # never: the unabsorbed form is dense
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        return 4 * max(MOST_SCORES, max_model_len)  # of a launch
+
+    def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        spec, cache, metadata = at
+        assert isinstance(metadata, TritonMetadata)
+        assert rotation is not None, "latent attention rotates"
+        return prepare_index(*index, rotation, metadata.batch.slot_mapping, cache[..., spec.head_dim :])
+
+    def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
+        spec, cache, metadata = at
+        assert isinstance(metadata, TritonMetadata)
+        assert spec.value_dim is not None
+        assert spec.top_k is not None
+        assert written.of_index is not None
+        batch, query = metadata.batch, written.query
+        if batch.max_context <= spec.top_k:
+            return super().attend_latent(at, weights, written)
+        lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
+        keys = cache[..., spec.head_dim :]
+        found = select_rows(*written.of_index, keys, *lists, spec.top_k, batch.max_context)
+        count = query.shape[0]
+        out = torch.empty(count, spec.num_heads, spec.value_dim, dtype=query.dtype, device=query.device)
+        rows = (found.slots, found.lines, found.counts, found.firsts, found.firsts[:count], found.zeros)
+        cut = self.sparse_cut(spec, metadata, count)
+        latent_attention(query, cache.view(-1, 1, cache.shape[-1]), *rows, out, spec.scale, cut)
+        return per_head(out, weights.value_up, self.tokens_at_once(count)).flatten(1)
+
+    def sparse_cut(self, spec: AttentionSpec, metadata: TritonMetadata, count: int) -> LatentCut:
+        """How `count` tokens with top-k keys each are split into programs."""
+        assert spec.top_k is not None
+        splits = 1 if count > _MANY_TOKENS else self._splits(spec, count, spec.top_k)
+        return LatentCut(1, 0 if splits == 1 else splits, keys=self.keys_at_a_time)
+
+
+class FixedTritonSparseAttention(TritonSparseAttention, FixedTritonLatentAttention):
+    """Segments of keys are as long as in dense attention."""
+
+    def sparse_cut(self, spec: AttentionSpec, metadata: TritonMetadata, count: int) -> LatentCut:
+        assert spec.top_k is not None
+        dense = self.cut(spec, metadata, 1, count)
+        segments = min(dense.num_segments, -(-spec.top_k // dense.segment))
+        splits = 0 if count > _MANY_TOKENS else min(dense.splits, segments)
+        return replace(dense, splits=splits, num_segments=segments)

@@ -1,11 +1,11 @@
-"""LoRA adapters on linear layers: slots at fixed addresses, and what each adds to the tokens that have it."""
+"""LoRA adapters on linear layers and on experts: slots at fixed addresses, and what each adds to its tokens."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from quire.ops.lora import (
     TILE_ADAPTERS,
 )
 from quire.ops.split_k import PartialSums
+from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class AdapterSizes:
 
     buckets: tuple[tuple[int, int], ...]  # (rank, slots of it), the lowest rank first
     on_experts: bool = False
+    dtype: str = "auto"  # a setting: lora_dtype
 
     @property
     def max_rank(self) -> int:
@@ -40,7 +42,15 @@ class AdapterSizes:
 
     def times(self, count: int) -> AdapterSizes:
         """With as many slots for each of them."""
-        return AdapterSizes(tuple((rank, slots * count) for rank, slots in self.buckets))
+        return replace(self, buckets=tuple((rank, slots * count) for rank, slots in self.buckets))
+
+    def dtype_on(self, target: Target) -> torch.dtype:
+        """What slots keep adapters in. ConfigError if lora_dtype is not for this platform."""
+        if target.platform == "cpu":
+            return torch.float32 if self.dtype == "float32" else torch.float16
+        if self.dtype not in ("auto", str(target.dtype).removeprefix("torch.")):
+            raise ConfigError(f"lora_dtype is {self.dtype} but adapters on {target.platform} have --dtype; use auto")
+        return target.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +162,14 @@ class AdapterSlots(nn.Module):
     up: Tensor
     ranks: Tensor
 
-    def __init__(self, rank: int, count: int, inner: int, widths: Sequence[int], target: Target) -> None:
+    def __init__(
+        self, rank: int, count: int, inner: int, widths: Sequence[int], platform: str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        room = 1 << (max(16, rank) - 1).bit_length() if target.platform == "cuda" else rank
-        down = torch.zeros(count, len(widths), room, inner, dtype=target.dtype)
+        room = 1 << (max(16, rank) - 1).bit_length() if platform == "cuda" else rank
+        down = torch.zeros(count, len(widths), room, inner, dtype=dtype)
         self.register_buffer("down", down, persistent=False)
-        up = torch.zeros(count, room, sum(widths), dtype=target.dtype)
+        up = torch.zeros(count, room, sum(widths), dtype=dtype)
         self.register_buffer("up", up, persistent=False)
         self.register_buffer("ranks", torch.zeros(count, dtype=torch.int32), persistent=False)
 
@@ -176,9 +188,10 @@ class LinearAdapters(nn.Module):
 
     def __init__(self, inner: int, widths: Sequence[int], sizes: AdapterSizes, target: Target) -> None:
         super().__init__()
-        self.inner, self.widths, self._target = inner, tuple(widths), target
+        self.inner, self.widths = inner, tuple(widths)
+        self._platform, self.dtype = target.platform, sizes.dtype_on(target)
         self.buckets = nn.ModuleList(
-            AdapterSlots(rank, count, inner, self.widths, target) for rank, count in sizes.buckets
+            AdapterSlots(rank, count, inner, self.widths, self._platform, self.dtype) for rank, count in sizes.buckets
         )
         self._shrink, self._expand = SHRINK_LORA.bind(target), EXPAND_LORA.bind(target)
         self._expand_gated, self._look_up = EXPAND_LORA_GATED.bind(target), LOOK_UP_LORA.bind(target)
@@ -232,8 +245,8 @@ class LinearAdapters(nn.Module):
     def pack(self, pairs: Mapping[int, LoraPair], rank: int | None = None) -> PackedAdapter:
         """As a slot has it, in host memory: piece -> what is added to it; to the others nothing is."""
         rank = rank or max(len(pair.down) for pair in pairs.values())
-        down = torch.zeros(len(self.widths), rank, self.inner, dtype=self._target.dtype, device="cpu")
-        up = torch.zeros(rank, sum(self.widths), dtype=self._target.dtype, device="cpu")
+        down = torch.zeros(len(self.widths), rank, self.inner, dtype=self.dtype, device="cpu")
+        up = torch.zeros(rank, sum(self.widths), dtype=self.dtype, device="cpu")
         column = 0
         for piece, width in enumerate(self.widths):
             if piece in pairs:
@@ -241,7 +254,7 @@ class LinearAdapters(nn.Module):
                 down[piece, : len(pair.down)] = pair.down
                 up[: len(pair.up), column : column + width] = pair.up
             column += width
-        if self._target.platform != "cpu":  # so that copies to the device need not wait for one another
+        if self._platform != "cpu":  # so that copies to the device need not wait for one another
             down, up = down.pin_memory(), up.pin_memory()
         return PackedAdapter(down, up, rank)
 
@@ -252,3 +265,53 @@ class LinearAdapters(nn.Module):
                 slots.load(slot, packed)
                 return
             slot -= len(slots.ranks)
+
+
+class ExpertAdapters(LinearAdapters):
+    """The slots of a grouped layer. A slot is one for each expert, and a row one of the experts of a token."""
+
+    def __init__(
+        self, num_experts: int, inner: int, widths: Sequence[int], sizes: AdapterSizes, target: Target
+    ) -> None:
+        super().__init__(inner, widths, sizes.times(num_experts), target)
+        self.num_experts, self._tile = num_experts, TILE_ADAPTERS.bind(Target(target.platform))
+        self._pairs: list[TokenTiles] = []
+
+    def rows_of(self, expert_ids: Tensor) -> list[TokenTiles]:
+        """The adapters of rows, of expert_ids [n, k] int32; experts of other ranks have none."""
+        assert self.tokens is not None
+        found = []
+        for slots, now in zip(self._slots(), self.tokens.now, strict=True):
+            token_slots = now.slots.unsqueeze(1)
+            is_here = (token_slots >= 0) & (expert_ids < self.num_experts)
+            rows = torch.where(is_here, token_slots * self.num_experts + expert_ids, -1).flatten().to(torch.int32)
+            found.append(TokenTiles(rows, self._tile(rows, len(slots.ranks))))
+        return found
+
+    def add(self, out: Tensor, rows: Tensor, tiles: list[TokenTiles]) -> Tensor:
+        """out [n * k, outputs] with what adapters add for rows [n * k, inputs]. Changes it in place."""
+        self._pairs = tiles
+        self.expand(out, self.shrink(rows))
+        return out
+
+    def _now(self) -> list[tuple[AdapterSlots, TokenTiles]]:
+        return list(zip(self._slots(), self._pairs, strict=True))
+
+    def pack(self, pairs: Mapping[int, LoraPair], rank: int | None = None) -> PackedAdapter:
+        """pairs by expert * pieces + piece."""
+        pieces = len(self.widths)
+        rank = rank or max(len(pair.down) for pair in pairs.values())
+        packed = []
+        for expert in range(self.num_experts):
+            mine = {piece: pairs[key] for piece in range(pieces) if (key := expert * pieces + piece) in pairs}
+            packed.append(super().pack(mine, rank))
+        return PackedAdapter(torch.cat([each.down for each in packed]), torch.cat([each.up for each in packed]), rank)
+
+    def load(self, slot: int, packed: PackedAdapter | None) -> None:
+        for expert in range(self.num_experts):
+            one = None
+            if packed is not None:
+                lines = slice(expert * packed.rank, (expert + 1) * packed.rank)
+                pieces = slice(expert * len(self.widths), (expert + 1) * len(self.widths))
+                one = PackedAdapter(packed.down[pieces], packed.up[lines], packed.rank)
+            super().load(slot * self.num_experts + expert, one)

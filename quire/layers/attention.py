@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from quire.attention.base import (
     GroupBackend,
     HeadNorm,
     HostLengths,
+    LayerCache,
     Rotation,
     Written,
 )
@@ -46,6 +47,10 @@ class ForwardBatch:
     wanted: WantedTokens | None = None  # None: all of them
     adapters: AdapterTokens | None = None  # of the tokens that are computed; None: no row has one
     lengths: HostLengths | None = None  # None in a captured step
+
+    def every_token(self) -> ForwardBatch:
+        """The same for layers before the last, where all tokens' hidden states are wanted."""
+        return self if self.wanted is None else replace(self, wanted=None)
 
 
 class AttentionSinks(WeightedLayer):
@@ -118,6 +123,12 @@ class AttentionLayer(CachedLayer):
         self.layer_index = layer_index
         self._gather_rows = GATHER_ROWS.bind(target)
 
+    def cache_shape(
+        self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        spec = self.spec
+        return backend.cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim + spec.index_dim, dtype)
+
     def heal(self, block_ids: Tensor) -> None:
         self.backend.heal(self.cache, block_ids)
 
@@ -134,31 +145,17 @@ class Attention(AttentionLayer):
         spec = self.spec
         return keeps_heads(spec.num_kv_heads, spec.head_dim, spec.sliding_window, spec.chunked)
 
-    def cache_shape(
-        self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> tuple[int, ...]:
-        return backend.cache_shape(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim, dtype)
-
-    def forward(
-        self,
-        qkv: Passed,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        wanted: WantedTokens | None = None,
-    ) -> Tensor:
+    def forward(self, qkv: Passed, head_norm: HeadNorm | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n or wanted, num_heads * head_dim]."""
-        metadata = batch.attention[self.group]
-        place = (head_norm, rotation, self.cache, metadata)
+        at, wanted = LayerCache(self.spec, self.cache, batch.attention[self.group]), batch.wanted
         if isinstance(qkv, PartialSums) and wanted is None:
-            written = self.backend.write_partial_sums(self.spec, qkv, *place)
-            return self.backend.attend(self.spec, written, self.cache, metadata)
+            return self.backend.attend(at, self.backend.write_partial_sums(at, qkv, head_norm, rotation))
         qkv = whole(qkv)
-        written = self.backend.write(self.spec, qkv, *place)
+        written = self.backend.write(at, qkv, head_norm, rotation)
         if wanted is None:
-            return self.backend.attend(self.spec, written, self.cache, metadata)
+            return self.backend.attend(at, written)
         self.backend.note_finite(qkv[:, self.spec.num_heads * self.spec.head_dim :], wanted.finite)
         query = self._gather_rows(written.query, wanted.tokens)
         if batch.adapters is not None:
             batch.adapters.narrow(wanted.tokens)
-        return self.backend.attend(self.spec, Written(query), self.cache, wanted.attention[self.group])
+        return self.backend.attend(at._replace(metadata=wanted.attention[self.group]), Written(query))

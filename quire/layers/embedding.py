@@ -15,9 +15,8 @@ from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, part_of, part_scheme
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
-from quire.ops.embedding import CLEAR_OUTSIDE_RANGE, TOKENS_IN_RANGE
-from quire.ops.scale import SCALE
-from quire.ops.soft_cap import SOFT_CAP
+from quire.ops.scale import SCALE, SOFT_CAP
+from quire.ops.select import CLEAR_OUTSIDE_RANGE, TOKENS_IN_RANGE
 from quire.parallel.groups import ParallelGroup
 
 
@@ -144,8 +143,8 @@ class LMHead(nn.Module):
         self,
         projection: TiedProjection | HeadProjection,
         *,
-        logit_divisor: float | None,
-        logit_soft_cap: float | None,
+        logit_divisor: float | None = None,
+        logit_soft_cap: float | None = None,
         target: Target,
         group: ParallelGroup,
     ) -> None:

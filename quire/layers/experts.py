@@ -9,9 +9,8 @@ from typing import Literal, Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from quire.layers.adapters import Adaptable, AdapterSizes, LoraPair, TokenTiles
-from quire.layers.expert_adapters import ExpertAdapters
-from quire.layers.fusion import whole
+from quire.layers.adapters import Adaptable, AdapterSizes, ExpertAdapters, LoraPair, TokenTiles
+from quire.layers.fusion import ROWS, Forms, Passed, RankSum, whole
 from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
 from quire.layers.quant.plain import PlainLinear
@@ -29,7 +28,7 @@ from quire.layers.scheme import (
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.gated_linear import ACTIVATIONS
-from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
+from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing, weigh
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 from quire.utils.expert_placement import place_experts
@@ -55,6 +54,18 @@ class Recording(RoutingTape):
     def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         self.ids.append(ids)
         return ids, weights
+
+
+class Replay(RoutingTape):
+    """Sends the tokens of each forward pass where the next of a recording went, weighted by the router's logits."""
+
+    def __init__(self, ids: Tensor, routing: Routing) -> None:
+        self._ids, self._routing, self._start = ids, routing, 0  # ids: [tokens, k], in the order of computation
+
+    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        given = self._ids[self._start : self._start + ids.shape[0]].to(ids.device)
+        self._start += ids.shape[0]
+        return given.to(torch.int32), weigh(logits, given.long(), self._routing)
 
 
 NO_TAPE = RoutingTape()
@@ -223,11 +234,20 @@ class GroupedLinear(WeightedLayer, Adaptable):
         return Filling(((self.num_experts, *shape),), tuple(f"{expert}.{name}" for expert in experts))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        for expert, index, rows in self._split(piece, weight, self.held):
+            self._load_part(parameter, self.held.index(expert), index, rows)
+
+    def split(self, piece: str | None, weight: Weight) -> Iterator[tuple[str, Weight]]:
+        """What a checkpoint tensor for `piece` holds, one piece of one expert ("7.up_proj") at a time."""
+        for expert, index, rows in self._split(piece, weight, range(self.num_experts)):
+            yield f"{expert}.{self._pieces[index].name}", rows
+
+    def _split(self, piece: str | None, weight: Weight, wanted: Sequence[int]) -> Iterator[tuple[int, int, Weight]]:
         number, _, name = ("all." if piece is None else piece).partition(".")
-        for expert in self.held if number == "all" else {int(number)}.intersection(self.held):
+        for expert in wanted if number == "all" else {int(number)}.intersection(wanted):
             matrix = matrix_of(weight, expert) if number == "all" else weight
             for index, rows in self._parts(matrix, name or None):
-                self._load_part(parameter, self.held.index(expert), index, rows)
+                yield expert, index, rows
 
     def finish(self) -> None:
         self.method.finish()
@@ -355,17 +375,18 @@ class GroupedDown(GroupedLinear):
         held = held_experts(num_experts, group)
         in_slice = None if held else group.slice_of(width, "input features")
         super().__init__(num_experts, width, pieces, in_slice=in_slice, held=held, **kind)
+        self.summed = RankSum(group)  # of what the ranks computed
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank computes all of the result."""
         return self._group.size == 1
 
-    def summed(self, out: Tensor) -> Tensor:
-        """What the ranks computed, added up."""
-        return self._group.collectives.all_reduce(out)
+    def feed(self, accepted: Forms) -> None:
+        """See Stage.feed."""
+        self.summed.feed(accepted & ROWS, deterministic=True)
 
-    def forward(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         """a [n, k, width], expert_ids and weights [n, k] -> [n, out_features]."""
         return self.summed(self.method.down(a, expert_ids, weights))
 

@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend, Rotation, Written
+from quire.attention.base import LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
-from quire.layers.attention import AttentionLayer, ForwardBatch, WantedTokens
+from quire.layers.attention import AttentionLayer, ForwardBatch
 from quire.layers.linear import Linear, Piece
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.scheme import F32, Weight, as_tensor, matrix_of, rows_of
+from quire.layers.quant.registry import choose_quantization
+from quire.layers.scheme import F32, StoredMatrix, Weight, as_tensor, matrix_of, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
+from quire.ops.latent import GROUP, with_scales
 from quire.parallel.groups import ParallelGroup
 from quire.types.cache import KVForm, LayerKV
 
@@ -77,8 +79,8 @@ class ScaledRMSNorm(RMSNorm):
 class UpProjections(WeightedLayer):
     """For each head a matrix to its keys and one to its values, from the latent that all heads share.
 
-    Both are kept [heads, in, out] as the absorbed form reads them, in a float type whatever the checkpoint has: they
-    are a small part of a model.
+    Both are kept [heads, in, out] as the absorbed form reads them, in a float type; Q8_0 stays 8 bits where kernels
+    read it so. All else is decoded: they are a small part of a model.
     """
 
     key_up: Tensor
@@ -93,17 +95,24 @@ class UpProjections(WeightedLayer):
         self._target, self._device = target, torch.get_default_device()
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
-        dtype = self._kept_as(schemes)
         with self._device:
-            self.key_up = empty_parameter(self.num_heads, self._nope, self._rank, dtype=dtype)
-            self.value_up = empty_parameter(self.num_heads, self._rank, self._value, dtype=dtype)
+            self.key_up = self._empty(self._nope, self._rank, schemes, "k_b_proj")
+            self.value_up = self._empty(self._rank, self._value, schemes, "v_b_proj")
         return self
 
-    def _kept_as(self, schemes: Schemes) -> torch.dtype:
+    def _empty(self, inner: int, outputs: int, schemes: Schemes, piece: str) -> nn.Parameter:
+        dtype = self._kept_as(schemes, piece)
+        lines = inner if dtype != torch.int8 else inner + 2 * inner // GROUP
+        return empty_parameter(self.num_heads, lines, outputs, dtype=dtype)
+
+    def _kept_as(self, schemes: Schemes, piece: str) -> torch.dtype:
         """Where activations are float32, half of that does for weights that were stored in no more."""
-        element = next(iter(schemes.values()), F32).element
+        element = schemes.get(("weight", piece), next(iter(schemes.values()), F32)).element
         if self._target.dtype != torch.float32 or element == "F32":
             return self._target.dtype
+        has_codes = element == "Q8_0" and ("weight", piece) in schemes
+        if has_codes and choose_quantization(self._target).rounds_activations:
+            return torch.int8
         return torch.bfloat16 if element == "BF16" else torch.float16
 
     def weight_names(self) -> tuple[str, ...]:
@@ -124,9 +133,23 @@ class UpProjections(WeightedLayer):
             self.key_up.data.copy_(heads[:, : self._nope])
             self.value_up.data.copy_(heads[:, self._nope :].transpose(1, 2))
             return
-        up = self.key_up if piece == "k_b_proj" else self.value_up
+        key, value = (self._nope, self._rank), (self._rank, self._value)
+        name, sizes = ("key_up", key) if piece == "k_b_proj" else ("value_up", value)
+        up: Tensor = getattr(self, name)
+        if up.dtype == torch.int8 and isinstance(weight, Tensor):  # announced in blocks, and comes as floats
+            up = empty_parameter(self.num_heads, *sizes, dtype=self._target.dtype)
+            setattr(self, name, up)
         for index, head in enumerate(mine):
-            up.data[index].copy_(as_tensor(matrix_of(weight, head)).t())
+            matrix = matrix_of(weight, head)
+            up.data[index].copy_(_coded(matrix) if up.dtype == torch.int8 else as_tensor(matrix).t())
+
+
+def _coded(matrix: Weight) -> Tensor:
+    """A head's matrix [out, in] of Q8_0 as `per_head` takes it."""
+    assert isinstance(matrix, StoredMatrix)
+    plain, (rows, columns) = matrix.plain(), matrix.shape
+    codes = plain.scheme.codes(plain.tensors, (rows, columns))
+    return with_scales(codes.t(), plain.scheme.scale_values(plain.tensors).t())
 
 
 def keeps_latent(head_dim: int, value_dim: int, index_dim: int) -> LayerKV:
@@ -141,11 +164,6 @@ class LatentAttention(AttentionLayer):
         assert self.spec.value_dim is not None
         return keeps_latent(self.spec.head_dim, self.spec.value_dim, self.spec.index_dim)
 
-    def cache_shape(
-        self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> tuple[int, ...]:
-        return backend.cache_shape(num_blocks, block_size, 1, self.spec.head_dim + self.spec.index_dim, dtype)
-
     def forward(
         self,
         weights: LatentWeights,
@@ -153,22 +171,22 @@ class LatentAttention(AttentionLayer):
         latent: Tensor,
         rotation: Rotation,
         batch: ForwardBatch,
-        wanted: WantedTokens | None = None,
         index: IndexInputs | None = None,
     ) -> Tensor:
         """q [n, heads, nope_dim + rope_dim], latent [n, kv_rank + rope_dim] -> [n or wanted, heads * value_dim]."""
-        backend, metadata = self.backend, batch.attention[self.group]
+        backend, wanted = self.backend, batch.wanted
+        at = LayerCache(self.spec, self.cache, batch.attention[self.group])
         assert isinstance(backend, LatentBackend)
-        written = backend.write_latent(self.spec, weights, q, latent, rotation, self.cache, metadata)
+        written = backend.write_latent(at, weights, q, latent, rotation)
         if index is not None:
-            written = written._replace(of_index=backend.write_index(self.spec, index, rotation, self.cache, metadata))
+            written = written._replace(of_index=backend.write_index(at, index, rotation))
         if wanted is not None:
             backend.note_finite(latent, wanted.finite)
             query, *of_index = (
                 self._gather_rows(part, wanted.tokens) for part in (written.query, *(written.of_index or ()))
             )
             written = Written(query, of_index=(of_index[0], of_index[1]) if of_index else None)
-            metadata = wanted.attention[self.group]
+            at = at._replace(metadata=wanted.attention[self.group])
             if batch.adapters is not None:
                 batch.adapters.narrow(wanted.tokens)
-        return backend.attend_latent(self.spec, weights, written, self.cache, metadata)
+        return backend.attend_latent(at, weights, written)

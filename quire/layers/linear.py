@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.adapters import Adaptable, AdapterSizes, LinearAdapters, LoraPair
-from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.fusion import Form, Forms, Passed, RankSum, Stage, whole
 from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec, Shrinking
 from quire.layers.quant.in_parts import NUM_PARTS, InParts
 from quire.layers.quant.registry import choose_method
@@ -276,7 +276,7 @@ class RowParallelLinear(Linear):
         in_slice = group.slice_of(in_features, "input features")
         piece = Piece(None, out_features, 0, out_features)
         super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
-        self._group, self._leaves_parts = group, False
+        self._group, self._sum = group, RankSum(group)
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         if not self._group.exact:
@@ -296,18 +296,13 @@ class RowParallelLinear(Linear):
         return self
 
     def forward(self, x: Passed) -> Passed:
-        out, links = super().forward(x), self._group.collectives
-        if not isinstance(out, Tensor):
-            return out
-        return PartialSums(links.gather_parts(out), out.dtype) if self._leaves_parts else links.all_reduce(out)
+        out = super().forward(x)
+        return self._sum(out) if isinstance(out, Tensor) else out
 
     def feed(self, accepted: Forms) -> None:
-        if self._group.exact:
-            return
-        if self._group.size == 1:  # else ranks add up whole ones
+        self._sum.feed(accepted, deterministic=self._target.deterministic)
+        if self._group.size == 1 and not self._group.exact:  # else ranks add up whole ones
             super().feed(accepted)
-        elif self._group.collectives.gathers_parts and not self._target.deterministic:
-            self._leaves_parts = Form.PARTIAL_SUMS in accepted  # the norm after it adds them up
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

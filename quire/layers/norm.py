@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.fusion import PLAIN, Form, Forms, Passed, Stage, whole
+from quire.layers.fusion import ROWS, Form, Forms, Local, Passed, RowShard, Stage, Stream, whole
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
@@ -20,11 +20,25 @@ class ResidualMerge(Stage):
     @property
     def accepts(self) -> Forms:
         """What `merge` takes."""
-        return frozenset({Form.PARTIAL_SUMS})
+        return ROWS | {Form.PARTIAL_SUMS}
 
-    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
-        """(what the block after it reads, residual + hidden); before the first layer there is no residual."""
-        total = merge_residual(hidden, residual)
+    def merge(self, hidden: Passed, residual: Stream | None) -> tuple[Passed, Stream]:
+        """(what the block after it reads, residual + hidden); before the first layer there is no residual.
+
+        If either is held by rows, so is the stream from here on; the block reads all rows.
+        """
+        if isinstance(hidden, RowShard):
+            shard = hidden
+        elif isinstance(residual, RowShard):
+            shard = residual
+        else:
+            return self._merge(hidden, residual)
+        read, total = self._merge(shard.own(hidden), None if residual is None else whole(shard.own(residual)))
+        return shard._replace(values=read).gathered(), shard._replace(values=total)
+
+    def _merge(self, hidden: Local, residual: Tensor | None) -> tuple[Local, Tensor]:
+        """The same of what is not held by rows."""
+        total = whole(hidden) if residual is None else residual + whole(hidden)
         return total, total
 
 
@@ -50,8 +64,8 @@ class RMSNorm(WeightedLayer, ResidualMerge):
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.weight_offset)
 
-    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
-        """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
+    def _merge(self, hidden: Local, residual: Tensor | None) -> tuple[Local, Tensor]:
+        """(the norm of residual + hidden, residual + hidden)"""
         if self._quantizes:
             return self._merge_quantized(whole(hidden), residual)
         kind = (self.weight, self.eps, self.weight_offset)
@@ -87,13 +101,13 @@ class LayerNorm(WeightedLayer, ResidualMerge):
 
     @property
     def accepts(self) -> Forms:
-        return PLAIN
+        return ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.bias, self.eps)
 
-    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
-        """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
+    def _merge(self, hidden: Local, residual: Tensor | None) -> tuple[Local, Tensor]:
+        """(the norm of residual + hidden, residual + hidden)"""
         hidden = whole(hidden)
         if residual is None:
             return self(hidden), hidden
@@ -112,9 +126,3 @@ class ParallelRMSNorm(RMSNorm):
         gathered = self._group.collectives.all_gather(x, self._width)
         normed = self._norm(gathered, self.weight, self.eps, self.weight_offset)
         return normed[..., self._start : self._start + self._size]
-
-
-def merge_residual(hidden: Passed, residual: Tensor | None) -> Tensor:
-    """The residual stream after `hidden` is added; before the first layer it is `hidden` itself."""
-    added = whole(hidden)
-    return added if residual is None else residual + added

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.attention.state import StateMetadata
-from quire.layers.attention import CachedLayer, ForwardBatch, WantedTokens
+from quire.layers.attention import CachedLayer, ForwardBatch
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.ops.base import Target
@@ -47,8 +47,9 @@ class StateCache(CachedLayer):
         assert isinstance(metadata, StateMetadata)
         return metadata.places
 
-    def of_wanted(self, hidden: Tensor, wanted: WantedTokens | None, batch: ForwardBatch) -> Tensor:
+    def of_wanted(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Of all tokens' results [n, width] those that are asked for; every token had to be folded into the state."""
+        wanted = batch.wanted
         if wanted is None:
             return hidden
         self.backend.note_finite(hidden, wanted.finite)

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
-from quire.models.mamba2 import MAMBA_NAMES, dt_limits
+from quire.models.mamba import MAMBA_NAMES, dt_limits
 from quire.models.recurrent import moved
 
 

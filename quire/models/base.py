@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ from quire.types.cache import LayerKV
 from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine, largest
 from quire.types.pooling import Classifier, HeadLayer, Heads
+
+
+class Split(TypedDict):
+    """What a layer that ranks share is made with."""
+
+    target: Target
+    group: ParallelGroup
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,10 @@ class BuildContext:
         return Target(
             *(self.platform, self.dtype, self.quantization, self.deterministic, self.activations, self.moe_backend)
         )
+
+    @property
+    def split(self) -> Split:
+        return {"target": self.target, "group": self.group}
 
 
 Capability = Literal["generates", "pools", "encodes", "takes_media"]

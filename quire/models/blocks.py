@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation, gated_matmul
 from quire.layers.attention import Attention, AttentionSinks, ForwardBatch, WantedTokens, keeps_heads
-from quire.layers.fusion import Forms, Passed, Stage, whole
+from quire.layers.fusion import ROWS, Forms, Passed, Stage, Stream, on_rows, whole
 from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm, merge_residual
+from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm
 from quire.layers.rope.parameters import QueryTemperature, RopeParameters
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
@@ -34,22 +34,12 @@ class AttentionBlock(Mixer):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
         self.qkv_proj: Linear
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            bias=config.qkv_bias,
-            target=ctx.target,
-            group=ctx.group,
-            interleaved=config.interleaved_rope,
+            config.hidden_size, *heads, bias=config.qkv_bias, interleaved=config.interleaved_rope, **ctx.split
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.o_bias,
-            target=ctx.target,
-            group=ctx.group,
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias, **ctx.split
         )
         num_heads, num_kv_heads = qkv_proj.num_heads, qkv_proj.num_kv_heads
         self.sinks = AttentionSinks(config.num_heads, ctx.group) if config.attention_sinks else None
@@ -84,14 +74,12 @@ class AttentionBlock(Mixer):
         if self.qk_norm.hands_on and self._tempered is None:
             self.qkv_proj.feed(self.attention.accepts)
 
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
         if self._tempered is not None:
             assert rotation is not None
             qkv, rotation = self._scale_rows(whole(qkv), rotation[0], self._tempered), None
-        out: Passed = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
+        out: Passed = self.o_proj(self.attention(qkv, head_norm, rotation, batch))
         return out
 
 
@@ -148,9 +136,10 @@ class FullWidthQKNorm(NoQKNorm):
                 f"a norm over all {config.num_kv_heads} KV heads cannot be split over {ctx.group.size} ranks; "
                 f"use a tensor parallel size of at most {config.num_kv_heads}"
             )
-        kind: dict[str, Any] = {"eps": config.norm_eps, "target": ctx.target, "group": ctx.group}
-        self.q = ParallelRMSNorm(config.num_heads * config.head_dim, **kind)
-        self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)
+        self.q, self.k = (
+            ParallelRMSNorm(heads * config.head_dim, eps=config.norm_eps, **ctx.split)
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
         self._widths = [num_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim]
 
     def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
@@ -176,15 +165,9 @@ class GatedMLP(MLP):
         super().__init__(config, ctx, layer)
         width = config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            {"gate_proj": width, "up_proj": width},
-            bias=config.mlp_bias,
-            target=ctx.target,
-            group=ctx.group,
+            config.hidden_size, {"gate_proj": width, "up_proj": width}, bias=config.mlp_bias, **ctx.split
         )
-        self.down_proj = RowParallelLinear(
-            width, config.hidden_size, bias=config.mlp_bias, target=ctx.target, group=ctx.group
-        )
+        self.down_proj = RowParallelLinear(width, config.hidden_size, bias=config.mlp_bias, **ctx.split)
         self._activation, self._target = config.activation, ctx.target
         gated_activation(config.activation, ctx.target)  # an unknown one is refused before weights are read
 
@@ -199,7 +182,7 @@ class GatedMLP(MLP):
 def make_norm(config: DecoderConfig, ctx: BuildContext) -> RMSNorm | LayerNorm:
     """A norm of the residual stream."""
     if config.layer_norms:
-        return LayerNorm(config.hidden_size, eps=config.norm_eps, target=ctx.target)
+        return LayerNorm(config.hidden_size, eps=config.norm_eps, target=ctx.target, bias=config.norm_bias)
     return RMSNorm(
         config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
     )
@@ -218,7 +201,8 @@ class DecoderLayer(Stage):
             return make_norm(config, ctx)
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
-        self.attn_norm = norm() if pre and mixer != NONE else ResidualMerge()
+        is_normed = layer == 0 and config.embedding_norm
+        self.attn_norm = norm() if pre and mixer != NONE and not is_normed else ResidualMerge()
         self.attn_post_norm = norm() if post and mixer != NONE else nn.Identity()
         self.mlp_norm = norm() if pre and mlp != NONE else ResidualMerge()
         self.mlp_post_norm = norm() if post and mlp != NONE else nn.Identity()
@@ -232,49 +216,49 @@ class DecoderLayer(Stage):
 
     def feed(self, accepted: Forms) -> None:
         last = self.mlp or self.self_attn
-        if self._adds_as_is and last is not None:
-            last.feed(accepted)
+        if last is not None:
+            last.feed(accepted if self._adds_as_is else accepted & ROWS)
 
     def settle(self) -> None:
         if self.self_attn is not None:
             self.attn_norm.feed(self.self_attn.accepts)
         if self.mlp is not None:
             self.mlp_norm.feed(self.mlp.accepts)
-        if self._adds_as_is and self.self_attn is not None and self.mlp is not None:
-            self.self_attn.feed(self.mlp_norm.accepts)
+        if self.self_attn is not None and self.mlp is not None:
+            self.self_attn.feed(self.mlp_norm.accepts if self._adds_as_is else ROWS)
 
     def forward(
-        self,
-        hidden: Passed,
-        residual: Tensor | None,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        wanted: WantedTokens | None = None,
-    ) -> tuple[Passed, Tensor]:
+        self, hidden: Passed, residual: Stream | None, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[Passed, Stream]:
         """`hidden` is what the layer before added last; it is merged into `residual` here.
 
-        With `wanted` both results are of those tokens alone.
+        With wanted tokens both results are of those alone.
         """
+        wanted = batch.wanted
         if self.self_attn is not None:
             normed, residual = self.attn_norm.merge(hidden, residual)
-            hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch, wanted)))
+            hidden = self._added(self.attn_post_norm, self.self_attn(normed, rotation, batch))
         elif wanted is not None:
             hidden, residual = self._narrowed(hidden, residual, wanted)
         if wanted is not None and self.self_attn is not None:
             assert residual is not None
-            residual = self._gather_rows(residual, wanted.tokens)
+            residual = self._gather_rows(whole(residual), wanted.tokens)
         if self.mlp is None:
             assert residual is not None, "a layer has a mixer or an MLP"
             return hidden, residual
         normed, residual = self.mlp_norm.merge(hidden, residual)
-        return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
+        return self._added(self.mlp_post_norm, self.mlp(normed)), residual
 
-    def _narrowed(self, hidden: Passed, residual: Tensor | None, wanted: WantedTokens) -> tuple[Tensor, Tensor]:
+    def _narrowed(self, hidden: Passed, residual: Stream | None, wanted: WantedTokens) -> tuple[Tensor, Tensor]:
         """The wanted tokens, of a layer in which no token reads another."""
-        added, kept = whole(hidden), merge_residual(hidden, residual)
-        wanted.finite.copy_(kept.sum(-1, dtype=torch.float32).isfinite())
-        before = torch.zeros_like(added) if residual is None else residual
+        added = whole(hidden)
+        before = torch.zeros_like(added) if residual is None else whole(residual)
+        wanted.finite.copy_((before + added).sum(-1, dtype=torch.float32).isfinite())
         return self._gather_rows(added, wanted.tokens), self._gather_rows(before, wanted.tokens)
 
-    def _scaled(self, hidden: Any) -> Passed:
-        return hidden if self._multiplier is None else self._scale(hidden, self._multiplier)
+    def _added(self, norm: nn.Module, given: Passed) -> Passed:
+        """What is added to the stream of what a block gives."""
+        if self._adds_as_is:
+            return given
+        factor = self._multiplier
+        return on_rows(lambda x: norm(x) if factor is None else self._scale(norm(x), factor), given)

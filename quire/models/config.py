@@ -4,7 +4,7 @@ Hugging Face config. Architectures differ only in the flags they set here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
 HFConfig = Mapping[str, Any]
+_BOTH_WAYS = {"attention", "gated_attention", "none"}  # mixers in which a token may see those after it
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ class DecoderConfig:
     qk_norm: Literal["none", "head", "head_rotated", "unit_rotated", "full"] = "none"
     """Over each head, the same after the rotation, that without weights, or over all heads together."""
     interleaved_rope: bool = False  # pairs that are rotated together lie side by side, not half a head apart
-    layer_norms: bool = False  # norms of the residual stream subtract the mean and have a bias
+    layer_norms: bool = False  # norms of the residual stream subtract the mean and, with norm_bias, have a bias
+    norm_bias: bool = True
+    embedding_norm: bool = False  # embeddings are normed, and the first layer's mixer reads them as they are
     norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized
     norm_weight_offset: float = 0.0
     attention_soft_cap: float | None = None
@@ -149,33 +152,26 @@ class DecoderConfig:
     latent: LatentConfig | None = None  # of the layers whose mixer is of this kind
     recurrent: RecurrentConfig | None = None  # of the layers whose mixer is recurrent
 
+    def __post_init__(self) -> None:
+        one_way = sorted(set(self.mixers) - _BOTH_WAYS) or (["chunked attention"] if self.chunked else [])
+        if not self.causal and one_way:
+            raise ModelError(
+                f"is_causal is false in the model config, but {one_way[0]} layers read no later tokens; correct it"
+            )
+
     @property
     def num_layers(self) -> int:
         return len(self.rope)
 
 
-class ConfigReader(Mapping[str, Any]):
+class ConfigReader(dict[str, Any]):
     """A Hugging Face config in which the architecture's defaults stand in for keys that are absent or null."""
 
     def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
-        self._values = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+        super().__init__({**defaults, **{key: value for key, value in config.items() if value is not None}})
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._values:
-            raise ModelError(f"the model config has no {key!r}, which its architecture needs")
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(key, default)
+    def __missing__(self, key: str) -> Any:
+        raise ModelError(f"the model config has no {key!r}, which its architecture needs")
 
     def first(self, *keys: str) -> Any:
         """The value of the first key that the config has, for what configs call by several names."""
@@ -218,6 +214,11 @@ class ConfigReader(Mapping[str, Any]):
         return list(self.kinds("layer_types", types, dict(zip(known, known, strict=True))))
 
 
+def every_layer(layer: int) -> bool:
+    """As `is_sliding` of `read_config`."""
+    return True
+
+
 def read_config(
     config: HFConfig,
     *,
@@ -247,6 +248,7 @@ def read_config(
         "qkv_bias": read.flag("attention_bias"),
         "o_bias": read.flag("attention_bias"),
         "mlp_bias": read.flag("mlp_bias"),
+        "causal": read.get("is_causal", True),
         "sliding_windows": (None,) * num_layers,
         "mixers": ("attention",) * num_layers,
         "mlps": ("gated",) * num_layers,
@@ -255,7 +257,8 @@ def read_config(
     types = ["full_attention"] * num_layers
     if is_sliding is not None and read.get("sliding_window"):
         types = read.layer_types(is_sliding)
-        window = int(read["sliding_window"])
+        # A window of both directions is counted without the token itself.
+        window = int(read["sliding_window"]) + (not read.get("is_causal", True))
         fields["sliding_windows"] = tuple(window if kind == "sliding_attention" else None for kind in types)
     if "rope" not in fields:
         of_type = {kind: rope_parameters(read, head_dim, kind) for kind in set(types)}

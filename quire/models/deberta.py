@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from quire.layers.biased_attention import BiasedAttention
-from quire.layers.distance_embeddings import DistanceEmbeddings, distance_rows
+from quire.layers.biased_attention import BiasedAttention, DistanceEmbeddings, distance_rows
 from quire.layers.norm import LayerNorm
 from quire.models.base import BuildContext
 from quire.models.bert import Bert
@@ -41,10 +40,7 @@ class DebertaV2(Bert):
         "encoder.LayerNorm": "distance_norm",
         "embeddings": "embeddings",
     }
-    classifiers: ClassVar = {
-        "ForSequenceClassification": (("pooler.dense", "gelu"), ("classifier", None)),
-        "ForTokenClassification": (("classifier", None),),
-    }
+    classifier_layers: ClassVar = (("pooler.dense", "gelu"), ("classifier", None))
     names: ClassVar = {
         **Bert.names,
         "attention.self.query_proj": "q_proj",

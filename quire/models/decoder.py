@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
-from quire.layers.fusion import Passed, Stage, whole
+from quire.layers.fusion import ROWS, Passed, Stage, Stream, on_rows, whole
 from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import QueryTemperature, RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
 from quire.models.blocks import DecoderLayer, make_norm
-from quire.models.config import DecoderConfig
+from quire.models.config import DecoderConfig, read_config
 from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.kinds import MIXERS, NONE
 from quire.ops.grouped import ADD_SHARED
@@ -60,9 +59,8 @@ class Decoder(Stage):
         self, config: DecoderConfig, ctx: BuildContext, layer_type: Callable[..., Stage] = DecoderLayer
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, target=ctx.target, group=ctx.group
-        )
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **ctx.split)
+        self.embedding_norm = make_norm(config, ctx) if config.embedding_norm else None
         factor = config.embedding_scale
         self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
         self._scale = SCALE.bind(ctx.target)
@@ -83,26 +81,28 @@ class Decoder(Stage):
 
     def settle(self) -> None:
         layers = [layer for layer in self.layers if isinstance(layer, Stage)]
-        # What leaves a stage that is not the last has no reader here: a tensor.
-        readers = [*layers[1:], self.norm] if self._pipeline.is_last else layers[1:]
-        for layer, reader in zip(layers, readers, strict=False):
-            layer.feed(reader.accepts)
+        # What leaves a stage that is not the last has no reader here.
+        forms = [*(layer.accepts for layer in layers[1:]), self.norm.accepts if self._pipeline.is_last else ROWS]
+        for layer, accepted in zip(layers, forms, strict=True):
+            layer.feed(accepted)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[n] -> [n, hidden], scaled where the architecture scales embeddings."""
+        """[n] -> [n, hidden], scaled or normed where the architecture does that to embeddings."""
         hidden: Tensor = self.embed_tokens(input_ids)
+        if self.embedding_norm is not None:
+            hidden = self.embedding_norm(hidden)
         return hidden if self.embedding_scale is None else self._scale(hidden, self.embedding_scale)
 
     def run_layers(
         self,
         hidden: Passed,
-        residual: Tensor | None,
+        residual: Stream | None,
         positions: Tensor,
         batch: ForwardBatch,
         first: int | None = None,
         last: int | None = None,
         capture: Collection[int] = (),
-    ) -> tuple[Passed, Tensor | None, dict[int, Tensor]]:
+    ) -> tuple[Passed, Stream | None, dict[int, Tensor]]:
         """Run layers [first, last), by default those of this process, and return (hidden, residual, captured).
 
         captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
@@ -113,19 +113,20 @@ class Decoder(Stage):
         rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
         rotations.append(None)  # index -1: layers that rotate nothing
         captured: dict[int, Tensor] = {}
+        every_token = batch.every_token()
         for index in range(first, last):
             if index in capture:
                 captured[index] = self._stream(hidden, residual)
             rotation = rotations[self._rotary_of_layer[index]]
-            wanted = batch.wanted if index == len(self.layers) - 1 else None
-            hidden, residual = self.layers[index](hidden, residual, rotation, batch, wanted)
+            seen = batch if index == len(self.layers) - 1 else every_token
+            hidden, residual = self.layers[index](hidden, residual, rotation, seen)
         if last in capture:
             captured[last] = self._stream(hidden, residual)
         return hidden, residual, captured
 
-    def _stream(self, hidden: Passed, residual: Tensor | None) -> Tensor:
+    def _stream(self, hidden: Passed, residual: Stream | None) -> Tensor:
         """The residual stream, by an op that steps can be recorded with."""
-        return whole(hidden) if residual is None else self._add(residual, whole(hidden), None)
+        return whole(hidden if residual is None else on_rows(self._add, residual, hidden, None))
 
     def cut(self, *, tied: bool) -> Iterator[str]:
         """Drop what other stages of a pipeline hold, and return its paths in here."""
@@ -138,7 +139,7 @@ class Decoder(Stage):
             del self.norm
             yield "norm"
 
-    def finish(self, hidden: Passed, residual: Tensor | None) -> Tensor:
+    def finish(self, hidden: Passed, residual: Stream | None) -> Tensor:
         """The final norm of the residual stream; before the last stage of a pipeline, the stream itself."""
         if not self._pipeline.is_last:
             assert residual is not None, "a stage has at least one layer"
@@ -147,18 +148,38 @@ class Decoder(Stage):
         return whole(normed)
 
 
+def described(decoder: DecoderConfig) -> ModelDescription:
+    kept = (MIXERS.get(name).keeps_all(decoder, layer) for layer, name in enumerate(decoder.mixers) if name != NONE)
+    return ModelDescription(
+        vocab_size=decoder.vocab_size,
+        hidden_size=decoder.hidden_size,
+        num_layers=decoder.num_layers,
+        max_position_embeddings=decoder.max_position_embeddings,
+        layers=tuple(chain.from_iterable(kept)),
+        is_bidirectional=not decoder.causal,
+    )
+
+
 class DecoderLM(CausalLM):
-    """A causal LM over the shared blocks. An architecture gives `decoder_config` and, if need be, a weight map."""
+    """A causal LM over the shared blocks. An architecture says how it differs from Llama: by flags, or by reading its
+    config itself in `decoder_config`, and by a weight map."""
 
     weight_map = PRE_NORM_WEIGHTS
     layer_type: ClassVar[type[Stage]] = DecoderLayer
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """What keys of a config are that it leaves out."""
+    flags: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of `read_config` that all models of the class share."""
+    has_draft_layer: ClassVar[bool] = False
+    """Whether published checkpoints have a layer behind the last, which drafts tokens."""
     taps: tuple[int, ...] = ()
-    """Layers whose inputs a draft head reads; they are kept in `tapped`."""
-    tapped: tuple[Tensor, ...]  # [n, hidden] of each tap, in the last forward
+    """Layers whose inputs a draft head reads."""
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
+        if self.has_draft_layer:
+            self.weight_map = self.weight_map.ignoring(f"model.layers.{config.num_layers}.*")
         self.model = Decoder(config, ctx, self.layer_type)
         self.lm_head = None
         if not ctx.head:
@@ -171,16 +192,10 @@ class DecoderLM(CausalLM):
             projection = TiedProjection(self.model.embed_tokens)
             self.weight_map = self.weight_map.ignoring("lm_head.weight")
         else:
-            projection = HeadProjection(
-                config.hidden_size, config.vocab_size, bias=config.head_bias, target=ctx.target, group=ctx.group
-            )
+            projection = HeadProjection(config.hidden_size, config.vocab_size, bias=config.head_bias, **ctx.split)
             self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))
         self.lm_head = LMHead(
-            projection,
-            logit_divisor=config.logit_divisor,
-            logit_soft_cap=config.logit_soft_cap,
-            target=ctx.target,
-            group=ctx.group,
+            projection, logit_divisor=config.logit_divisor, logit_soft_cap=config.logit_soft_cap, **ctx.split
         )
         self.absent = tuple(f"model.{path}" for path in self.model.cut(tied=config.tied_embeddings))
         if not ctx.pipeline.is_last:
@@ -188,9 +203,9 @@ class DecoderLM(CausalLM):
             self.absent += ("lm_head",)
 
     @classmethod
-    @abstractmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         """Map a Hugging Face config onto the shared blocks' flags."""
+        return read_config(config, defaults=cls.defaults, **cls.flags)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
@@ -198,18 +213,7 @@ class DecoderLM(CausalLM):
 
     @classmethod
     def describe(cls, config: dict[str, Any]) -> ModelDescription:
-        decoder = cls.decoder_config(config)
-        kept = (
-            MIXERS.get(name).keeps_all(decoder, layer) for layer, name in enumerate(decoder.mixers) if name != NONE
-        )
-        return ModelDescription(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            num_layers=decoder.num_layers,
-            max_position_embeddings=decoder.max_position_embeddings,
-            layers=tuple(chain.from_iterable(kept)),
-            is_bidirectional=not decoder.causal,
-        )
+        return described(cls.decoder_config(config))
 
     @classmethod
     def classifier(cls, config: dict[str, Any]) -> Classifier | None:
@@ -228,11 +232,15 @@ class DecoderLM(CausalLM):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
+        return self.forward_tapped(input_ids, positions, batch, inputs_embeds)[0]
+
+    def forward_tapped(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what `forward` does, and what each of the taps reads of all tokens, [n, hidden]."""
         embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
         hidden, residual, captured = self.model.run_layers(embeds, None, positions, batch, capture=self.taps)
-        if self.taps:
-            self.tapped = tuple(captured[layer] for layer in self.taps)
-        return self.model.finish(hidden, residual)
+        return self.model.finish(hidden, residual), tuple(captured[layer] for layer in self.taps)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed(input_ids)

@@ -1,4 +1,4 @@
-"""dots1: Qwen3's attention; experts in groups, chosen by sigmoid scores and a bias, beside shared ones."""
+"""dots1 and GLM-4-MoE: experts in groups, chosen by sigmoid scores and a bias, beside shared ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ SHARED_EXPERTS = EXPERT_WEIGHTS.renaming(("shared_experts", "shared"))
 
 
 class Dots1(DecoderLM):
+    """dots1: Qwen3's attention; experts in groups, chosen by sigmoid scores and a bias, beside shared ones."""
+
     weight_map = SHARED_EXPERTS
 
     @classmethod
@@ -55,3 +57,25 @@ def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
             shared_width=width * read["n_shared_experts"] or None,
         ),
     }
+
+
+_DEFAULTS = {"num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
+class Glm4Moe(DecoderLM):
+    """GLM-4-MoE: experts as in dots1; partial RoPE, biases on q, k and v or norms on q and k where the config
+    asks."""
+
+    weight_map = SHARED_EXPERTS
+    has_draft_layer = True
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {})
+        return read_config(
+            config,
+            defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+            qk_norm="head" if read.flag("use_qk_norm") else "none",
+            o_bias=False,
+            **grouped_experts(config, norm_topk_prob=True, **_DEFAULTS),
+        )

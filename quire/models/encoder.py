@@ -6,7 +6,7 @@ An architecture maps its config onto EncoderConfig and its tensors' names onto t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, Rotation
-from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
+from quire.layers.attention import Attention, ForwardBatch, keeps_heads
 from quire.layers.biased_attention import Bias, BiasedAttention
 from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
@@ -35,7 +35,7 @@ from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.activation import GELU, GELU_AND_MUL, GELU_TANH, RELU, SILU_AND_MUL
 from quire.ops.base import Target
-from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
+from quire.ops.encoder import ADD_PLACES, MARK_SECOND, POSITIONS_OF
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ModelError
 from quire.types.pooling import Classifier, HeadActivation, HeadLayer
@@ -48,6 +48,14 @@ GATES = {"gelu": GELU_AND_MUL, "silu": SILU_AND_MUL}
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")  # names of one approximation
 ACTIVATIONS = {"gelu": GELU, "relu": RELU, **dict.fromkeys(_TANH, GELU_TANH)}
 _NO_SECOND = 1 << 62
+ClassifierLayers = tuple[tuple[str, HeadActivation | None], ...]
+# What checkpoints call the tables of embeddings, and what they are called here.
+EMBEDDING_NAMES = {
+    "word_embeddings": "words",
+    "position_embeddings": "positions",
+    "token_type_embeddings": "types",
+    "embeddings.LayerNorm": "embeddings.norm",
+}
 # What stands on top of the encoder in a checkpoint and is not read: the heads of what it was trained for.
 HEADS = (
     "*.decoder.weight",
@@ -143,7 +151,7 @@ class EncoderEmbeddings(nn.Module):
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         width, types = config.hidden_size, config.num_token_types
-        self.words = VocabParallelEmbedding(config.vocab_size, width, target=ctx.target, group=ctx.group)
+        self.words = VocabParallelEmbedding(config.vocab_size, width, **ctx.split)
         self.positions = Table(config.num_positions, width, ctx.target) if config.has_positions else None
         self.types = Table(types, width, ctx.target) if types else None
         self.norm = LayerNorm(width, eps=config.norm_eps, target=ctx.target)
@@ -163,10 +171,9 @@ class EncoderLayer(Stage):
 
     def __init__(self, config: EncoderConfig, ctx: BuildContext, layer: int, make_bias: Bias | None) -> None:
         super().__init__()
-        kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
-        self.qkv_proj = QKVParallelLinear(hidden, heads, heads, head_dim, bias=config.bias, **kind)
-        self.o_proj = RowParallelLinear(heads * head_dim, hidden, bias=config.bias, **kind)
+        self.qkv_proj = QKVParallelLinear(hidden, heads, heads, head_dim, bias=config.bias, **ctx.split)
+        self.o_proj = RowParallelLinear(heads * head_dim, hidden, bias=config.bias, **ctx.split)
         self.up_proj: ColumnParallelLinear | None = None
         self.gate_up_proj: MergedColumnParallelLinear | None = None
         self.down_proj: RowParallelLinear | None = None
@@ -182,15 +189,14 @@ class EncoderLayer(Stage):
         self._gather_rows = GATHER_ROWS.bind(ctx.target)
 
     def add_mlp(self, config: EncoderConfig, ctx: BuildContext) -> None:
-        kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
         hidden, width = config.hidden_size, config.intermediate_size
         if config.gate is None:
-            self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
+            self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **ctx.split)
         else:
             both = {"gate_proj": width, "up_proj": width}
             merged = UpGateLinear if config.up_first else MergedColumnParallelLinear
-            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **kind)
-        self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
+            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **ctx.split)
+        self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **ctx.split)
         self._act = (ACTIVATIONS[config.activation] if config.gate is None else GATES[config.gate]).bind(ctx.target)
 
     def mlp(self, hidden: Tensor) -> Passed:
@@ -201,11 +207,11 @@ class EncoderLayer(Stage):
         out: Passed = self.down_proj(self._act(whole(up(hidden))))
         return out
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """[n, hidden] -> [n, hidden], or of the wanted tokens alone."""
-        mixed = self.o_proj(self.attention(self.qkv_proj(hidden), None, rotation, batch, wanted))
-        if wanted is not None:
-            hidden = self._gather_rows(hidden, wanted.tokens)
+        mixed = self.o_proj(self.attention(self.qkv_proj(hidden), None, rotation, batch))
+        if batch.wanted is not None:
+            hidden = self._gather_rows(hidden, batch.wanted.tokens)
         normed, _ = self.attn_norm.merge(mixed, hidden)
         hidden = whole(normed)
         normed, _ = self.mlp_norm.merge(self.mlp(hidden), hidden)
@@ -214,8 +220,10 @@ class EncoderLayer(Stage):
 
 class Encoder(Model):
     capabilities = frozenset({"pools", "encodes"})
-    classifiers: ClassVar[Mapping[str, tuple[tuple[str, HeadActivation | None], ...]]] = {}
-    """By the end of an architecture's name: the layers of its classifier, each with the activation behind it."""
+    classifier_layers: ClassVar[ClassifierLayers]
+    """The layers of a classifier of prompts, each with the activation behind it."""
+    token_classifier_layers: ClassVar[ClassifierLayers] = (("classifier", None),)
+    """The same of a classifier of tokens."""
     masked: ClassVar[tuple[str, str, str]]
     """Of the head that predicts masked tokens: its layer, the norm behind it, and what has the biases of tokens."""
     names: ClassVar[dict[str, str]]
@@ -250,8 +258,9 @@ class Encoder(Model):
     @classmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
         model = cls.built(config, ctx)
-        below = "" if str(config["architectures"][0]).endswith("Model") else f"{cls.prefix}."
-        outer = {below + old: new for old, new in cls.outer.items()}
+        outer = {f"{cls.prefix}.{old}": new for old, new in cls.outer.items()}
+        if str(config["architectures"][0]).endswith("Model"):  # published with the prefix or without
+            outer |= cls.outer
         stack = STACKED if cls.encoder_config(config).gate is None else {**STACKED, **GATED}
         model.weight_map = with_heads(WeightMap({**outer, **cls.names}, stack, HEADS), ctx.heads)
         return model
@@ -259,15 +268,16 @@ class Encoder(Model):
     @classmethod
     def classifier(cls, config: dict[str, Any]) -> Classifier | None:
         name = str(config["architectures"][0])
-        layers = next((layers for end, layers in cls.classifiers.items() if name.endswith(end)), None)
-        if layers is None:
+        of_tokens = name.endswith("ForTokenClassification")
+        if not of_tokens and not name.endswith("ForSequenceClassification"):
             return None
+        layers = cls.token_classifier_layers if of_tokens else cls.classifier_layers
         hidden, last = cls.encoder_config(config).hidden_size, len(layers) - 1
         found = tuple(
             HeadLayer(source, hidden, num_labels(config) if index == last else hidden, activation=activation)
             for index, (source, activation) in enumerate(layers)
         )
-        return Classifier("all" if name.endswith("TokenClassification") else cls.classified(config), found)
+        return Classifier("all" if of_tokens else cls.classified(config), found)
 
     @classmethod
     def token_head(cls, config: dict[str, Any]) -> tuple[HeadLayer, ...]:
@@ -315,6 +325,7 @@ class Encoder(Model):
     ) -> Tensor:
         hidden: Tensor = self.embeddings(input_ids, positions) if inputs_embeds is None else inputs_embeds
         rotation = None if self.rotary is None else self.rotary(self._positions_of(positions))
+        every_token = batch.every_token()
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, batch, batch.wanted if index == len(self.layers) - 1 else None)
+            hidden = layer(hidden, rotation, batch if index == len(self.layers) - 1 else every_token)
         return hidden

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
-from quire.layers.expert_adapters import ExpertAdapters
+from quire.layers.adapters import ExpertAdapters
 from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedKind, GroupedUp, Router, TokenGate, expert_slots
-from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.fusion import ROWS, Form, Forms, Passed, Stage, on_rows, whole
 from quire.layers.quant.base import Joined
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
-from quire.ops.dispatch import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.ops.grouped import ADD_SHARED
+from quire.ops.routing import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.ops.scale import SCALE_ROWS
 from quire.parallel.expert_exchange import ExpertExchange
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -70,9 +70,12 @@ class ExpertsMLP(Routed, MLP):
     def feed(self, accepted: Forms) -> None:
         if self._num_real is not None:
             return
+        self.experts.down_proj.feed(accepted)
         if self.shared is None:
             self.experts.feed(accepted)
-        elif Form.PARTIAL_SUMS in accepted and self._is_alike and not self._scales_input:
+            return
+        self.shared.feed(accepted & ROWS)
+        if Form.PARTIAL_SUMS in accepted and self._is_alike and not self._scales_input:
             self._takes_shared = self.experts.take_shared(self.shared)
 
     def forward(self, hidden: Passed) -> Passed:
@@ -81,7 +84,7 @@ class ExpertsMLP(Routed, MLP):
         if self.shared is None or self._takes_shared:
             return routed
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
-        return self._add_shared(whole(routed), whole(self.shared(x)), gate)
+        return on_rows(self._add_shared, routed, self.shared(x), gate)
 
     def _routed(self, x: Tensor) -> Passed:
         if self._num_real is not None:
@@ -101,14 +104,14 @@ class ExpertsMLP(Routed, MLP):
 class Experts(Stage):
     """The experts themselves."""
 
-    places: Tensor  # [num_experts, cycle] int32: the slots of each, see ops/dispatch.py
+    places: Tensor  # [num_experts, cycle] int32: the slots of each, see ops/routing.py
     load: Tensor  # [num_experts] int64: slots of tokens since the start, where they are counted
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, ctx: BuildContext) -> None:
         super().__init__()
         count, hidden_size, width = experts.num_experts, config.hidden_size, experts.width
         activation = activation_in_matmul(experts.activation or config.activation)
-        kind = GroupedKind(bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group)
+        kind = GroupedKind(bias=experts.bias, layout=experts.layout, **ctx.split)
         self.gate_up_proj = GroupedGateUp(count, hidden_size, width, activation, **kind)
         self.down_proj = GroupedDown(count, width, hidden_size, **kind)
 
@@ -158,7 +161,7 @@ class Experts(Stage):
         if self._joined is not None:
             joined = self._joined(x, expert_ids, weights)
             return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined
-        out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
+        out: Passed = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
 
     def _of_this_rank(self, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +208,9 @@ class UngatedExperts(Stage):
         super().__init__()
         self.up_proj, self.down_proj, self._act = up, down, activation
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         up: Tensor = self.up_proj(x, expert_ids)
-        out: Tensor = self.down_proj(self._act(up.flatten(0, 1)).view(up.shape), expert_ids, weights)
+        out: Passed = self.down_proj(self._act(up.flatten(0, 1)).view(up.shape), expert_ids, weights)
         return out
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:

@@ -10,16 +10,16 @@ import torch
 
 from quire.attention.base import Rotation
 from quire.layers.activation import gated_activation
-from quire.layers.attention import ForwardBatch, WantedTokens
-from quire.layers.fusion import Passed, whole
+from quire.layers.attention import ForwardBatch
+from quire.layers.fusion import ROWS, Forms, Passed, on_rows, whole
 from quire.models.bamba import mamba2_sizes
 from quire.models.base import BuildContext
 from quire.models.blocks import AttentionBlock, GatedMLP
 from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.models.kinds import Mixer
-from quire.models.mamba2 import MAMBA_NAMES
-from quire.models.mamba2_mixer import Mamba2Mixer
+from quire.models.mamba import MAMBA_NAMES
+from quire.models.mamba_mixers import Mamba2Mixer
 from quire.models.recurrent import recurrent_of
 from quire.types.cache import LayerKV
 
@@ -35,22 +35,24 @@ class BesideAttention(Mixer):
         self.attn = AttentionBlock(config, ctx, layer)
         self._scales = recurrent_of(config).beside
 
+    def feed(self, accepted: Forms) -> None:
+        self.mamba.feed(accepted & ROWS)
+        self.attn.feed(accepted & ROWS)
+
     @classmethod
     def keeps_all(cls, config: DecoderConfig, layer: int) -> tuple[LayerKV, ...]:
         return *Mamba2Mixer.keeps_all(config, layer), *AttentionBlock.keeps_all(config, layer)
 
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
-        x = whole(hidden)
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
+        x, wanted = whole(hidden), batch.wanted
         of_states, of_attention = self._scales
         with nullcontext() if batch.adapters is None else batch.adapters.narrowing_for_now():
-            mixed = whole(self.mamba(x, rotation, batch, wanted)) * of_states
+            mixed = self.mamba(x, rotation, batch)
         finite = None if wanted is None else wanted.finite.clone()
-        attended = whole(self.attn(x, rotation, batch, wanted)) * of_attention
+        attended = self.attn(x, rotation, batch)
         if wanted is not None and finite is not None:
             wanted.finite.logical_and_(finite)
-        return mixed + attended
+        return on_rows(lambda first, second: first * of_states + second * of_attention, mixed, attended)
 
 
 class ScaledMLP(GatedMLP):
@@ -67,7 +69,8 @@ class ScaledMLP(GatedMLP):
     def forward(self, hidden: Passed) -> Passed:
         of_gates, of_results = self._factors
         gate, up = whole(self.gate_up_proj(hidden)).chunk(2, dim=-1)
-        return whole(self.down_proj(self._act(torch.cat((gate * of_gates, up), dim=-1)))) * of_results
+        down = self.down_proj(self._act(torch.cat((gate * of_gates, up), dim=-1)))
+        return on_rows(lambda given: given * of_results, down)
 
 
 class FalconH1(DecoderLM):

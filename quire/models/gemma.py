@@ -63,14 +63,12 @@ class Gemma3(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, GEMMA3)
-        both = bool(config.get("use_bidirectional_attention"))  # an embedder, whose window is on both sides
-        if both:
-            config = {**config, "sliding_window": read["sliding_window"] // 2 + 1}
+        if config.get("use_bidirectional_attention"):  # an embedder, half of whose window is on either side
+            config = {**config, "sliding_window": read["sliding_window"] // 2, "is_causal": False}
         pattern = read["sliding_window_pattern"]
         return read_gemma(
             config,
             GEMMA3,
             is_sliding=lambda layer: (layer + 1) % pattern != 0,
-            causal=not both,
             qk_norm="head",
         )

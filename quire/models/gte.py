@@ -1,4 +1,4 @@
-"""GTE and Jina v3, as transformers names them: BERT with rotated positions, the first of them with a gated MLP."""
+"""GTE and Jina v3: BERT with rotated positions, GTE with a gated MLP."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from quire.layers.rope.parameters import rope_parameters
-from quire.models.bert import Bert
+from quire.models.bert import Bert, Roberta
 from quire.models.config import ConfigReader
-from quire.models.encoder import GATES, EncoderConfig, check_supported
+from quire.models.encoder import EMBEDDING_NAMES, GATES, EncoderConfig, check_supported
 from quire.models.nomic_bert import NomicBert
-from quire.models.roberta import Roberta
+from quire.types.errors import ModelError
+
+# What the published code of GTE does in ways that are not here, and what each key must be.
+PLAIN = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "logn_attention_scale": False}
 
 
 class JinaEmbeddingsV3(Bert):
     prefix = "roberta"
     outer = NomicBert.outer
-    classifiers = Roberta.classifiers
+    classifier_layers: ClassVar = Roberta.classifier_layers
     masked: ClassVar = Roberta.masked
     names: ClassVar = {**NomicBert.names, "mixer.Wqkv": "qkv_proj", "mixer.out_proj": "o_proj", "mlp.fc1": "up_proj"}
     theta: ClassVar = 20_000.0
@@ -30,18 +33,12 @@ class JinaEmbeddingsV3(Bert):
 
 class Gte(JinaEmbeddingsV3):
     prefix = "gte"
-    classifiers: ClassVar = {
-        "ForSequenceClassification": (("gte.pooler.dense", "tanh"), ("classifier", None)),
-        "ForTokenClassification": (("classifier", None),),
-    }
+    classifier_layers: ClassVar = (("gte.pooler.dense", "tanh"), ("classifier", None))
     masked: ClassVar = ("lm_head.dense", "lm_head.norm", "lm_head.decoder")
     outer = Bert.outer
     names: ClassVar = {
-        "word_embeddings": "words",
-        "token_type_embeddings": "types",
-        "embeddings.LayerNorm": "embeddings.norm",
-        "attention.qkv_proj": "qkv_proj",
-        "attention.o_proj": "o_proj",
+        **EMBEDDING_NAMES,
+        **{f"attention.{part}_proj": f"{part}_proj" for part in ("qkv", "q", "k", "v", "o")},
         "mlp.up_gate_proj": "gate_up_proj",
         "mlp.down_proj": "down_proj",
         "attn_ln": "attn_norm",
@@ -52,6 +49,18 @@ class Gte(JinaEmbeddingsV3):
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
         gate = config.get("hidden_act", "gelu")
-        check_supported(config, gate, GATES)
-        found = super().encoder_config({"type_vocab_size": 1, **config, "hidden_act": "gelu"})
+        for key, needed in PLAIN.items():
+            if config.get(key) not in (None, needed):
+                raise ModelError(f"{key} is {config[key]!r} in the config of a GTE encoder; known: {needed!r}")
+        plain = {key: value for key, value in config.items() if key not in PLAIN}
+        check_supported(plain, gate, GATES)
+        found = super().encoder_config({"type_vocab_size": 1, **plain, "hidden_act": "gelu"})
         return replace(found, gate=gate, up_bias=False, up_first=True)
+
+
+class NewGte(Gte):
+    """GTE v1.5 and multilingual, under the names of the code that they were published with (`NewModel`)."""
+
+    prefix = "new"
+    classifier_layers: ClassVar = (("new.pooler.dense", "tanh"), ("classifier", None))
+    theta: ClassVar = 10_000.0

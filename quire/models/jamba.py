@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
-from quire.models.mamba2 import MAMBA_NAMES
+from quire.models.mamba import MAMBA_NAMES
 from quire.models.recurrent import moved
 from quire.ops.routing import Routing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.attention.base import Rotation
-from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import Passed, whole
 from quire.layers.linear import Linear, ReorderedLinear
 from quire.layers.state import rows_of_heads
@@ -57,9 +57,7 @@ class KimiDelta(RecurrentMixer):
         heads, dim = kind.num_heads, kind.key_dim
         return StateShape(3 * heads * dim, kind.conv_width, heads, heads, dim, dim, decay_dim=dim)
 
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         qkv, strength, decay, gate = whole(self.a_proj(hidden)).split(self._sizes, dim=-1)
         if self.f_b_proj is not None and self.g_b_proj is not None:
             decay = whole(self.f_b_proj(self._compact(decay)))
@@ -68,5 +66,5 @@ class KimiDelta(RecurrentMixer):
         place = (state.cache, state.places(batch), state.shape)
         qkv = self._conv(qkv, self.conv1d.weight, self.conv1d.bias, True, *place)
         mixed = self._delta(qkv, decay, strength, self.A_log, self.dt_bias, *place, self.kind.decay_floor)
-        out: Passed = self.o_proj(state.of_wanted(self.o_norm(mixed, gate), wanted, batch))
+        out: Passed = self.o_proj(state.of_wanted(self.o_norm(mixed, gate), batch))
         return out

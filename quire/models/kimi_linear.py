@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi delta attention, latent attention without RoPE in every fourth layer, DeepSeek-V3's experts."""
+"""Kimi-Linear and Ling 3.0 (Bailing hybrid): Kimi delta attention beside latent attention, DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
 from quire.models.decoder import DecoderLM
-from quire.models.deepseek_v2 import LATENT_EXPERTS
+from quire.models.deepseek import DEFAULTS, LATENT_EXPERTS, DeepseekV3
 from quire.models.dots1 import grouped_experts
 from quire.models.kimi_delta import KIMI_STACK
 from quire.models.latent import read_latent
@@ -20,6 +20,9 @@ KIMI_WEIGHTS = replace(LATENT_EXPERTS, stack=_STACK)
 
 
 class KimiLinear(DecoderLM):
+    """Kimi-Linear: Kimi delta attention, latent attention without RoPE in every fourth layer, DeepSeek-V3's
+    experts."""
+
     weight_map = KIMI_WEIGHTS.renaming_first(
         ("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
     )
@@ -67,3 +70,42 @@ def with_usual_names(config: dict[str, Any], max_length: int) -> dict[str, Any]:
         "max_position_embeddings": read.get("max_position_embeddings", read.get("model_max_length", max_length)),
     }
     return {**config, **found}
+
+
+class BailingHybrid(DeepseekV3):
+    """Ling 3.0 (Bailing hybrid): Kimi delta attention with bounded decays, gated latent attention, V3's experts."""
+
+    weight_map = KIMI_WEIGHTS.renaming_first(
+        ("model.word_embeddings", "model.embed_tokens"),
+        ("attention", "self_attn"),
+        ("self_attn.dense", "self_attn.o_proj"),
+        ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+    )
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(
+            config,
+            {"head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_lower_bound": -5.0},
+        )
+        usual = with_usual_names(config, 1 << 18)
+        experts = grouped_experts(usual, first_k_dense_replace=2, **DEFAULTS)
+        common = {"rope_theta": 6_000_000.0}
+        decoder = read_latent({**usual, "q_lora_rank": None}, defaults=common, interleaved_rope=True, **experts)
+        assert decoder.latent is not None
+        size, count = read["layer_group_size"], read["num_hidden_layers"]
+        types = read.get("layer_types") or [
+            "linear_attention" if (layer + 1) % size else "full_attention" for layer in range(count)
+        ]
+        return replace(
+            decoder,
+            mixers=read.kinds("layer_types", types, KIMI_MIXERS),
+            latent=replace(decoder.latent, gated=True),
+            recurrent=RecurrentConfig(
+                conv_width=read.first("linear_conv_kernel_dim", "short_conv_kernel_size"),
+                num_heads=read.get("linear_num_heads", decoder.num_heads),
+                key_dim=read.first("linear_head_dim", "head_dim"),  # transformers writes another head_dim
+                decay_floor=float(read["kda_lower_bound"]) if read.get("kda_safe_gate", True) else 0.0,
+                eps=decoder.norm_eps,
+            ),
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from quire.attention.base import Rotation
-from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import Passed, Stage
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
@@ -34,10 +34,8 @@ class Mixer(Stage):
         return () if kept is None else (kept,)
 
     @abstractmethod
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
-        """hidden [n, hidden] -> [n, hidden], or of the wanted tokens alone."""
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
+        """hidden [n, hidden] -> [n, hidden], or of the batch's wanted tokens alone."""
 
 
 class MLP(Stage):
@@ -59,16 +57,16 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "attention": "blocks:AttentionBlock",
         "latent": "latent:LatentBlock",
         "latent_pair": "longcat_flash:LatentPair",
-        "gated_attention": "gated_attention:GatedAttention",
-        "gated_delta": "gated_delta:GatedDelta",
-        "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
-        "half_grouped_gated_delta": "gated_delta:HalfGroupedGatedDelta",
+        "gated_attention": "qwen3_next_mixers:GatedAttention",
+        "gated_delta": "qwen3_next_mixers:GatedDelta",
+        "grouped_gated_delta": "qwen3_next_mixers:GroupedGatedDelta",
+        "half_grouped_gated_delta": "qwen3_next_mixers:HalfGroupedGatedDelta",
         "kimi_delta": "kimi_delta:KimiDelta",
-        "lightning": "lightning:Lightning",
-        "mamba": "mamba_mixer:MambaMixer",
-        "mamba2": "mamba2_mixer:Mamba2Mixer",
+        "lightning": "minimax:Lightning",
+        "mamba": "mamba_mixers:MambaMixer",
+        "mamba2": "mamba_mixers:Mamba2Mixer",
         "beside_attention": "falcon_h1:BesideAttention",
-        "short_conv": "short_conv:ShortConv",
+        "short_conv": "lfm2:ShortConv",
     },
 )
 MLPS: Registry[type[MLP]] = Registry(

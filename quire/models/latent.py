@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec, Rotation
 from quire.attention.latent import IndexInputs, LatentWeights
-from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.latent_attention import (
     LatentAttention,
@@ -86,15 +86,9 @@ class LatentBlock(Mixer):
         if index is not None:
             self.indexer = Indexer(index, latent.rope_dim, ctx)
         self.kv_a_layernorm = ScaledRMSNorm(kv_rank, latent.kv_scale, eps=latent.norm_eps, target=ctx.target)
-        self.kv_b_proj = UpProjections(
-            config.num_heads, kv_rank, latent.nope_dim, latent.value_dim, target=ctx.target, group=ctx.group
-        )
+        self.kv_b_proj = UpProjections(config.num_heads, kv_rank, latent.nope_dim, latent.value_dim, **ctx.split)
         self.o_proj = RowParallelLinear(
-            config.num_heads * latent.value_dim,
-            config.hidden_size,
-            bias=config.o_bias,
-            target=ctx.target,
-            group=ctx.group,
+            config.num_heads * latent.value_dim, config.hidden_size, bias=config.o_bias, **ctx.split
         )
         spec = AttentionSpec(
             num_heads=self._num_heads,
@@ -115,9 +109,7 @@ class LatentBlock(Mixer):
         latent = _latent(config)
         return keeps_latent(latent.width, latent.kv_rank, 0 if latent.index is None else latent.index.head_dim)
 
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         q, latent, *of_index = whole(self.a_proj(hidden)).split(self._widths, dim=-1)
         gates = of_index.pop().repeat_interleave(self._value_dim, dim=1) if self._gated else None
         index: IndexInputs | None = None
@@ -128,9 +120,10 @@ class LatentBlock(Mixer):
         norm, up = self.kv_a_layernorm, self.kv_b_proj
         weights = LatentWeights(norm.weight, norm.eps, up.key_up, up.value_up)
         heads = q.unflatten(-1, (self._num_heads, -1))
-        mixed = self.attention(weights, heads, latent, rotation, batch, wanted, index)
+        mixed = self.attention(weights, heads, latent, rotation, batch, index)
         if gates is not None:
-            mixed = self._gate(mixed, gates if wanted is None else self._gather_rows(gates, wanted.tokens))
+            asked = gates if batch.wanted is None else self._gather_rows(gates, batch.wanted.tokens)
+            mixed = self._gate(mixed, asked)
         out: Passed = self.o_proj(mixed)
         return out
 

@@ -1,14 +1,44 @@
-"""LFM2 and LFM2-MoE."""
+"""LFM2 and LFM2-MoE: short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from quire.attention.base import Rotation
+from quire.layers.attention import ForwardBatch
+from quire.layers.fusion import Passed, whole
+from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
-from quire.models.recurrent import moved
+from quire.models.recurrent import RecurrentMixer, moved
+from quire.ops.recurrent import GATED_CONV
 from quire.ops.routing import Routing
+from quire.ops.states import StateShape
+
+
+class ShortConv(RecurrentMixer):
+    """c * conv(b * x)."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
+        size, kind, channels = config.hidden_size, self.kind, (self.full.num_heads, 1)
+        self.in_proj = self.project(size, channels, channels, channels, bias=kind.bias)
+        self.conv = self.convolve(channels)
+        self.out_proj = self.project_out(size, config, bias=kind.bias)
+        self._conv = GATED_CONV.bind(ctx.target)
+
+    @classmethod
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
+        return StateShape(kind.num_heads, kind.conv_width)
+
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
+        bcx, state = whole(self.in_proj(hidden)), self.state
+        place = (state.cache, state.places(batch), state.shape)
+        mixed = self._conv(bcx, self.conv.weight, self.conv.bias, *place)
+        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
+        return out
+
 
 MIXER_OF = {"full_attention": "attention", "conv": "short_conv"}
 WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHTS.rename}).renaming(

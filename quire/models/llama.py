@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from quire.models.config import ConfigReader, DecoderConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, every_layer, read_config
 from quire.models.decoder import PRE_POST_NORM_WEIGHTS, DecoderLM
 from quire.types.errors import ModelError
 
@@ -15,31 +15,19 @@ class Llama(DecoderLM):
 
     fits_float16 = True
 
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(config)
-
 
 class Mistral(DecoderLM):
     """Mistral: Llama with a sliding window on every layer, where the config gives one."""
 
     fits_float16 = True
-
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(config, is_sliding=lambda layer: True)
+    flags: ClassVar = {"is_sliding": every_layer}
 
 
 class Phi3(DecoderLM):
     """Phi3 and Phi4: Llama whose checkpoints hold qkv and gate_up already merged; longrope for the long variants."""
 
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(
-            config,
-            defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-            is_sliding=lambda layer: True,
-        )
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    flags: ClassVar = {"is_sliding": every_layer}
 
 
 class SmolLM3(DecoderLM):
@@ -65,22 +53,13 @@ class Olmo2(DecoderLM):
     """OLMo2: attention and MLP are normalized after, not before; q and k are normalized over all heads together."""
 
     weight_map = PRE_POST_NORM_WEIGHTS
-
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(
-            config,
-            defaults={"rms_norm_eps": 1e-5},
-            norms="post",
-            qk_norm="full",
-        )
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    flags: ClassVar = {"norms": "post", "qk_norm": "full"}
 
 
 class EuroBert(DecoderLM):
     """EuroBERT: Llama whose tokens see those after them too."""
 
     capabilities = frozenset({"pools", "encodes"})
-
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(config, defaults={"rms_norm_eps": 1e-5}, causal=False)
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    flags: ClassVar = {"causal": False}

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from quire.attention.base import Rotation
-from quire.layers.attention import ForwardBatch, WantedTokens
-from quire.layers.fusion import Forms, Passed, Stage, whole
+from quire.layers.attention import ForwardBatch
+from quire.layers.fusion import ROWS, Forms, Passed, Stage, Stream, on_rows, whole
 from quire.models.base import BuildContext
 from quire.models.blocks import DecoderLayer
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig
 from quire.models.decoder import DecoderLM
-from quire.models.deepseek_v2 import LATENT_EXPERTS
+from quire.models.deepseek import LATENT_EXPERTS
 from quire.models.experts import ExpertsMLP
 from quire.models.latent import LatentBlock, read_latent
 from quire.ops.grouped import ADD_SHARED
@@ -40,11 +40,11 @@ class FirstHalf(DecoderLayer):
         self.self_attn.feed(self.mlp_norm.accepts)
 
     def upto_mlp(
-        self, hidden: Passed, residual: Tensor | None, rotation: Rotation, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Passed, residual: Stream | None, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[Tensor, Stream]:
         assert self.self_attn is not None
         normed, residual = self.attn_norm.merge(hidden, residual)
-        normed, residual = self.mlp_norm.merge(self.self_attn(normed, rotation, batch), residual)
+        normed, residual = self.mlp_norm.merge(self.self_attn(normed, rotation, batch.every_token()), residual)
         return whole(normed), residual
 
 
@@ -61,24 +61,22 @@ class ShortcutLayer(Stage):
     def accepts(self) -> Forms:
         return self.first.accepts
 
+    def feed(self, accepted: Forms) -> None:
+        self.second.feed(accepted & ROWS)
+
     def settle(self) -> None:
         self.first.feed(self.second.accepts)
 
     def forward(
-        self,
-        hidden: Passed,
-        residual: Tensor | None,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        wanted: WantedTokens | None = None,
-    ) -> tuple[Passed, Tensor]:
+        self, hidden: Passed, residual: Stream | None, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[Passed, Stream]:
         normed, residual = self.first.upto_mlp(hidden, residual, rotation, batch)
         shortcut = whole(self.shortcut(normed))
         assert self.first.mlp is not None
-        hidden, residual = self.second(self.first.mlp(normed), residual, rotation, batch, wanted)
-        if wanted is not None:
-            shortcut = self._gather_rows(shortcut, wanted.tokens)
-        return self._add(whole(hidden), shortcut, None), residual
+        hidden, residual = self.second(self.first.mlp(normed), residual, rotation, batch)
+        if batch.wanted is not None:
+            shortcut = self._gather_rows(shortcut, batch.wanted.tokens)
+        return on_rows(self._add, hidden, shortcut, None), residual
 
 
 class LongcatFlash(DecoderLM):

@@ -5,19 +5,62 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.attention.base import Rotation
-from quire.layers.attention import ForwardBatch, WantedTokens
-from quire.layers.fusion import Passed, Stage, whole
+from quire.layers.attention import ForwardBatch
+from quire.layers.fusion import PLAIN, Forms, Passed, Stage, whole
+from quire.layers.linear import ColumnParallelLinear
+from quire.layers.norm import ParallelRMSNorm
 from quire.models.base import BuildContext
 from quire.models.blocks import make_norm
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
 from quire.models.decoder import DecoderLM
 from quire.models.kinds import MIXERS, MLPS
 from quire.models.mixtral import Mixtral
-from quire.models.recurrent import recurrent_of
+from quire.models.recurrent import RecurrentMixer, recurrent_of
+from quire.ops.recurrent import GATE, LINEAR_ATTENTION
 from quire.ops.select import GATHER_ROWS
+from quire.ops.states import StateShape
+
+
+class Lightning(RecurrentMixer):
+    """Linear attention whose heads decay by constants, a norm over all heads, a gate."""
+
+    decays: Tensor  # [heads] float32
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
+        heads, dim = self.full.num_heads, self.full.key_dim
+        width = heads * dim
+        self.qkv_proj = self.project(config.hidden_size, (heads, 3 * dim))
+        self.output_gate = ColumnParallelLinear(config.hidden_size, width, bias=False, **ctx.split)
+        self.gated_norm = ParallelRMSNorm(width, eps=self.kind.eps, **ctx.split)
+        self.out_proj = self.project_out(width, config)
+        first, count = ctx.group.slice_of(heads, "recurrent heads")
+        depth = 1.0 - layer / (config.num_layers - 1 + 1e-5) + 1e-5
+        rates = torch.arange(first + 1, first + count + 1, dtype=torch.float32) * (-8.0 / heads)
+        self.register_buffer("decays", torch.exp(-torch.exp2(rates) * depth), persistent=False)
+        self._attend, self._gate = LINEAR_ATTENTION.bind(ctx.target), GATE.bind(ctx.target)
+
+    @classmethod
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
+        return StateShape(0, 1, kind.num_heads, kind.num_heads, kind.key_dim, kind.key_dim)
+
+    @property
+    def accepts(self) -> Forms:
+        return PLAIN
+
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
+        x, state = whole(hidden), self.state
+        qkv = whole(self.qkv_proj(x))
+        qkv = self._gate(torch.ones_like(qkv), qkv, True)
+        mixed = self._attend(qkv, self.decays, state.cache, state.places(batch), state.shape)
+        gated = self._gate(self.gated_norm(mixed), whole(self.output_gate(x)))
+        out: Passed = self.out_proj(state.of_wanted(gated, batch))
+        return out
+
 
 _FACTORS = ("linear_attn", "full_attn", "mlp")
 
@@ -35,17 +78,12 @@ class NormedResidualLayer(Stage):
         self._gather_rows = GATHER_ROWS.bind(ctx.target)
 
     def forward(
-        self,
-        hidden: Passed,
-        residual: Tensor | None,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        wanted: WantedTokens | None = None,
+        self, hidden: Passed, residual: Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> tuple[Passed, None]:
         of_read, of_mixed, of_normed, of_mlp = self._factors
         read: Tensor = self.attn_norm(whole(hidden))
-        mixed = whole(self.self_attn(read, rotation, batch, wanted))
-        kept = read if wanted is None else self._gather_rows(read, wanted.tokens)
+        mixed = whole(self.self_attn(read, rotation, batch))
+        kept = read if batch.wanted is None else self._gather_rows(read, batch.wanted.tokens)
         normed: Tensor = self.mlp_norm(kept * of_read + mixed * of_mixed)
         return normed * of_normed + whole(self.mlp(normed)) * of_mlp, None
 

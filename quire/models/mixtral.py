@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, every_layer, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
 from quire.types.errors import ModelError
@@ -28,7 +28,7 @@ class Mixtral(DecoderLM):
         routing = Routing(read["num_experts_per_tok"], renormalize=True)
         return read_config(
             config,
-            is_sliding=lambda layer: True,
+            is_sliding=every_layer,
             mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(read["num_local_experts"], read["intermediate_size"], routing),
         )
@@ -47,7 +47,7 @@ class PhiMoe(DecoderLM):
         return read_config(
             config,
             defaults={"rms_norm_eps": 1e-5},
-            is_sliding=lambda layer: True,
+            is_sliding=every_layer,
             layer_norms=True,
             head_bias=read.flag("lm_head_bias"),
             mlps=("experts",) * read["num_hidden_layers"],

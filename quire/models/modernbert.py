@@ -26,18 +26,19 @@ DEFAULTS: dict[str, Any] = {
 
 class ModernBert(RotaryEncoder):
     prefix = "model"
-    outer: ClassVar = {"layers": "layers", "embeddings": "embeddings", "final_norm": "final_norm"}
-    classifiers: ClassVar = {
-        "ForSequenceClassification": (("head.dense", "gelu"), ("classifier", None)),
-        "ForTokenClassification": (("head.dense", "gelu"), ("classifier", None)),
+    outer: ClassVar = {
+        "embeddings.tok_embeddings": "stack.embed_tokens",
+        "embeddings.norm": "stack.embedding_norm",
+        "layers": "stack.layers",
+        "final_norm": "stack.norm",
     }
+    classifier_layers = token_classifier_layers = (("head.dense", "gelu"), ("classifier", None))
     masked: ClassVar = ("head.dense", "head.norm", "decoder")
     names: ClassVar = {
-        "tok_embeddings": "words",
-        "attn.Wqkv": "qkv_proj",
-        "attn.Wo": "o_proj",
-        "mlp.Wi": "gate_up_proj",
-        "mlp.Wo": "down_proj",
+        "attn.Wqkv": "self_attn.qkv_proj",
+        "attn.Wo": "self_attn.o_proj",
+        "mlp.Wi": "mlp.gate_up_proj",
+        "mlp.Wo": "mlp.down_proj",
     }
 
     @classmethod
@@ -55,7 +56,8 @@ class ModernBert(RotaryEncoder):
             **{key: value for key, value in config.items() if value is not None},
             "sliding_window": read["local_attention"] // 2 + 1,
         }
-        flags = {"causal": False, "norm_eps": read["norm_eps"]}
+        norms = {"layer_norms": True, "norm_bias": read["norm_bias"], "norm_eps": read["norm_eps"]}
+        flags = {**norms, "causal": False, "embedding_norm": True}
         return read_config(given, defaults=DEFAULTS, is_sliding=lambda layer: layer % every != 0, **flags)
 
     @classmethod

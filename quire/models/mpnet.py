@@ -14,7 +14,7 @@ from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
 from quire.models.bert import read_encoder
 from quire.models.config import ConfigReader
-from quire.models.encoder import Encoder, EncoderConfig
+from quire.models.encoder import EMBEDDING_NAMES, Encoder, EncoderConfig
 
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "relative_attention_num_buckets": 32}
 _FARTHEST = 128  # tokens from which on all distances are alike
@@ -61,15 +61,10 @@ class MPNet(Encoder):
         "encoder.relative_attention_bias": "distance_bias",
         "embeddings": "embeddings",
     }
-    classifiers: ClassVar = {
-        "ForSequenceClassification": (("classifier.dense", "tanh"), ("classifier.out_proj", None)),
-        "ForTokenClassification": (("classifier", None),),
-    }
+    classifier_layers: ClassVar = (("classifier.dense", "tanh"), ("classifier.out_proj", None))
     masked: ClassVar = ("lm_head.dense", "lm_head.layer_norm", "lm_head")
     names: ClassVar = {
-        "word_embeddings": "words",
-        "position_embeddings": "positions",
-        "embeddings.LayerNorm": "embeddings.norm",
+        **EMBEDDING_NAMES,
         "attention.attn.q": "q_proj",
         "attention.attn.k": "k_proj",
         "attention.attn.v": "v_proj",

@@ -11,7 +11,7 @@ from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, Recu
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.models.dots1 import grouped_experts
 from quire.models.kinds import NONE
-from quire.models.mamba2 import MAMBA_NAMES
+from quire.models.mamba import MAMBA_NAMES
 from quire.models.recurrent import moved
 from quire.types.errors import ModelError
 

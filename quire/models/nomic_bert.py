@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from quire.layers.rope.parameters import rope_parameters
 from quire.models.config import ConfigReader
-from quire.models.encoder import Encoder, EncoderConfig, EncoderLayer
+from quire.models.encoder import EMBEDDING_NAMES, Encoder, EncoderConfig, EncoderLayer
 from quire.models.nomic_experts import NomicExpertsLayer, read_activation, read_experts
 from quire.types.errors import ModelError
 from quire.types.pooling import HeadLayer
@@ -44,14 +44,9 @@ class NomicBert(Encoder):
         "emb_ln": "embeddings.norm",
         "embeddings": "embeddings",
     }
-    classifiers: ClassVar = {
-        "ForSequenceClassification": (("nomic_bert.pooler.dense", "tanh"), ("classifier", None)),
-        "ForTokenClassification": (("classifier", None),),
-    }
+    classifier_layers: ClassVar = (("nomic_bert.pooler.dense", "tanh"), ("classifier", None))
     names: ClassVar = {
-        "word_embeddings": "words",
-        "token_type_embeddings": "types",
-        "embeddings.LayerNorm": "embeddings.norm",
+        **EMBEDDING_NAMES,
         "attn.Wqkv": "qkv_proj",
         "attn.out_proj": "o_proj",
         **{f"self_attn.{kind}_proj": f"{kind}_proj" for kind in "qkvo"},

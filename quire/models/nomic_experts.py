@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from quire.layers.experts import GroupedDown, GroupedLinear, GroupedUp, Router
-from quire.layers.fusion import Passed
+from quire.layers.fusion import Passed, whole
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
@@ -50,7 +48,7 @@ class BiasedExperts(UngatedExperts, WeightedLayer):
         self.bias = bias
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, expert_ids, weights) + self.bias
+        return whole(super().forward(x, expert_ids, weights)) + self.bias
 
 
 class NomicExpertsLayer(Routed, EncoderLayer):
@@ -58,11 +56,10 @@ class NomicExpertsLayer(Routed, EncoderLayer):
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None, "a layer of experts needs their sizes"
         count = experts.num_experts
-        kind: dict[str, Any] = {"bias": False, "target": ctx.target, "group": ctx.group}
         self.router = Router(hidden, count, experts.routing, bias=False, choice_bias=False, target=ctx.target)
         self.experts = BiasedExperts(
-            FlatUp(count, hidden, experts.width, **kind),
-            FlatDown(count, experts.width, hidden, layout="columns", **kind),
+            FlatUp(count, hidden, experts.width, bias=False, **ctx.split),
+            FlatDown(count, experts.width, hidden, bias=False, layout="columns", **ctx.split),
             ACTIVATIONS[config.activation].bind(ctx.target),
             empty_parameter(hidden, dtype=ctx.dtype),
         )

@@ -52,7 +52,7 @@ class RecurrentMixer(Mixer, WeightedLayer):
     def project_out(self, in_features: int, config: DecoderConfig, *, bias: bool = False) -> RowParallelLinear:
         """in_features: of all ranks."""
         ctx = self.ctx
-        return RowParallelLinear(in_features, config.hidden_size, bias=bias, target=ctx.target, group=ctx.group)
+        return RowParallelLinear(in_features, config.hidden_size, bias=bias, **ctx.split)
 
     def convolve(self, *parts: tuple[int, int], names: tuple[str | None, ...] = (None,)) -> ConvWeights:
         """Weights for channels that are parts as in `project`; `names`: of tensors of as many channels each."""
@@ -118,7 +118,7 @@ class WholeGatedNorm(ParallelRMSNorm):
     """The norm of gated values over the features of all ranks."""
 
     def __init__(self, width: int, *, eps: float, ctx: BuildContext) -> None:
-        super().__init__(width, eps=eps, target=ctx.target, group=ctx.group)
+        super().__init__(width, eps=eps, **ctx.split)
         self._gate = GATE.bind(ctx.target)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from quire.layers.experts import GroupedDown, GroupedUp, Router
-from quire.layers.fusion import Passed, whole
+from quire.layers.fusion import ROWS, Forms, Passed, on_rows, whole
 from quire.layers.linear import ColumnParallelLinear, Linear, Piece, RowParallelLinear
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
@@ -22,9 +21,12 @@ class SquaredReluMLP(MLP):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        kind: dict[str, Any] = {"bias": config.mlp_bias, "target": ctx.target, "group": ctx.group}
-        self.up_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, **kind)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, **kind)
+        width, bias = config.intermediate_size, config.mlp_bias
+        self.up_proj = ColumnParallelLinear(config.hidden_size, width, bias=bias, **ctx.split)
+        self.down_proj = RowParallelLinear(width, config.hidden_size, bias=bias, **ctx.split)
+
+    def feed(self, accepted: Forms) -> None:
+        self.down_proj.feed(accepted & ROWS)
 
     def forward(self, hidden: Passed) -> Passed:
         out: Passed = self.down_proj(squared_relu(whole(self.up_proj(hidden))))
@@ -39,7 +41,6 @@ class SquaredReluExperts(Routed, MLP):
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None, "an MLP of experts needs their sizes"
         count, latent = experts.num_experts, experts.latent_width
-        kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
         self.router = Router(hidden, count, experts.routing, bias=False, choice_bias=True, target=ctx.target)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if latent is not None:  # whole on every rank
@@ -47,20 +48,25 @@ class SquaredReluExperts(Routed, MLP):
             self.fc1_latent_proj = Linear(hidden, (into,), bias=config.mlp_bias, target=ctx.target)
             self.fc2_latent_proj = Linear(latent, (out_of,), bias=config.mlp_bias, target=ctx.target)
         self.experts = UngatedExperts(
-            GroupedUp(count, latent or hidden, experts.width, bias=False, **kind),
-            GroupedDown(count, experts.width, latent or hidden, bias=False, layout="rows", **kind),
+            GroupedUp(count, latent or hidden, experts.width, bias=False, **ctx.split),
+            GroupedDown(count, experts.width, latent or hidden, bias=False, layout="rows", **ctx.split),
             squared_relu,
         )
         self.shared = SquaredReluMLP(replace(config, intermediate_size=experts.shared_width or 0), ctx, layer)
         self._add_shared = ADD_SHARED.bind(ctx.target)
 
+    def feed(self, accepted: Forms) -> None:
+        self.shared.feed(accepted)
+        if self.fc2_latent_proj is None:
+            self.experts.down_proj.feed(accepted)
+
     def forward(self, hidden: Passed) -> Passed:
         x = whole(hidden)
         ids, weights = self.router.choose(x)
         read = x if self.fc1_latent_proj is None else whole(self.fc1_latent_proj(x))
-        given: Tensor = self.experts(read, ids, weights)
-        routed = given if self.fc2_latent_proj is None else whole(self.fc2_latent_proj(given))
-        return self._add_shared(routed, whole(self.shared(x)), None)
+        given: Passed = self.experts(read, ids, weights)
+        routed = given if self.fc2_latent_proj is None else self.fc2_latent_proj(given)
+        return on_rows(self._add_shared, routed, self.shared(x), None)
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native, triton
+from quire.ops.base import Op, native, triton
 from quire.ops.fp8 import quantize_rows
 
 Gated = Callable[[Tensor], Tensor]
@@ -94,28 +94,11 @@ def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(gelu_tanh_and_mul(gate_up))
 
 
-def _encoders(run: Gated, *others: Implementation) -> Op[Gated]:
-    """An activation of encoders' MLPs; of the rare ones there is no CPU kernel."""
-    name = run.__name__
-    return Op(name, run, 1e-5, (triton(name, "activation"), *others))
-
-
-GELU = _encoders(gelu, native("gelu"))
-GELU_TANH = _encoders(gelu_tanh)
-RELU = _encoders(relu)
-GELU_AND_MUL = _encoders(gelu_and_mul, native("gelu_and_mul"))
-SILU_AND_MUL: Op[Gated] = Op(
-    "silu_and_mul", silu_and_mul, 1e-5, (triton("silu_and_mul", "activation"), native("silu_and_mul"))
-)
-GELU_TANH_AND_MUL: Op[Gated] = Op(
-    "gelu_tanh_and_mul",
-    gelu_tanh_and_mul,
-    1e-5,
-    (triton("gelu_tanh_and_mul", "activation"), native("gelu_tanh_and_mul")),
-)
-SILU_AND_MUL_FP8: Op[GatedQuantized] = Op(
-    "silu_and_mul_fp8", silu_and_mul_fp8, _STEP_OF_FP8, (triton("silu_and_mul_fp8", "activation"),)
-)
-GELU_TANH_AND_MUL_FP8: Op[GatedQuantized] = Op(
-    "gelu_tanh_and_mul_fp8", gelu_tanh_and_mul_fp8, _STEP_OF_FP8, (triton("gelu_tanh_and_mul_fp8", "activation"),)
-)
+GELU: Op[Gated] = Op(gelu, 1e-5, triton("activation"), native())
+GELU_TANH: Op[Gated] = Op(gelu_tanh, 1e-5, triton("activation"))
+RELU: Op[Gated] = Op(relu, 1e-5, triton("activation"))
+GELU_AND_MUL: Op[Gated] = Op(gelu_and_mul, 1e-5, triton("activation"), native())
+SILU_AND_MUL: Op[Gated] = Op(silu_and_mul, 1e-5, triton("activation"), native())
+GELU_TANH_AND_MUL: Op[Gated] = Op(gelu_tanh_and_mul, 1e-5, triton("activation"), native())
+SILU_AND_MUL_FP8: Op[GatedQuantized] = Op(silu_and_mul_fp8, _STEP_OF_FP8, triton("activation"))
+GELU_TANH_AND_MUL_FP8: Op[GatedQuantized] = Op(gelu_tanh_and_mul_fp8, _STEP_OF_FP8, triton("activation"))

@@ -7,14 +7,15 @@ its module, so nothing is imported that is not used, and kernels need not know o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+F32 = (torch.float32,)
 
 
 @dataclass(frozen=True)
@@ -56,36 +57,43 @@ class Implementation:
         return _find(self.path)
 
 
-def native(function: str, module: str = "ops") -> Implementation:
-    """A function of the compiled CPU library."""
-    return Implementation("native", f"cpu.{module}:{function}", ("cpu",), (torch.float32,), "cpu.library:unavailable")
+def native(module: str = "ops", function: str = "{}") -> Implementation:
+    """A function of the compiled CPU library; {} is the op's name."""
+    return Implementation("native", f"cpu.{module}:{function}", ("cpu",), F32, "cpu.library:unavailable")
 
 
 def triton(
-    function: str,
     module: str,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     *,
+    function: str = "{}",
     name: str = "triton",
     unavailable: str | None = None,
     varies: bool = False,
 ) -> Implementation:
-    """A function around Triton kernels."""
+    """A function around Triton kernels; {} is the op's name."""
     return Implementation(name, f"triton.{module}:{function}", ("cuda",), dtypes, unavailable, varies)
 
 
-@dataclass(frozen=True)
-class Op(Generic[F]):
-    """`tolerance` is how far float32 results may be apart; tests take inputs from tests/ops/inputs.
+def triton_pair(module: str, unavailable: str | None = None) -> tuple[Implementation, Implementation]:
+    """Kernels for the fast mode, and those that give a row the same bits in every step, which end in _fixed."""
+    fixed = triton(module, function="{}_fixed", name="triton_fixed", unavailable=unavailable)
+    return triton(module, unavailable=unavailable, varies=True), fixed
 
-    `changes` are the arguments, by index, that the op is there to change.
+
+class Op(Generic[F]):
+    """What `reference` computes, by whose name it is called.
+
+    `tolerance` is how far float32 results may be apart; tests take inputs from tests/ops/inputs. `changes` are the
+    arguments, by index, that the op is there to change.
     """
 
-    name: str
-    reference: F
-    tolerance: float = 1e-5
-    implementations: Sequence[Implementation] = field(default_factory=tuple)
-    changes: tuple[int, ...] = ()
+    def __init__(
+        self, reference: F, tolerance: float, *implementations: Implementation, changes: tuple[int, ...] = ()
+    ) -> None:
+        self.reference, self.tolerance, self.changes = reference, tolerance, changes
+        self.name: str = reference.__name__
+        self.implementations = tuple(replace(each, path=each.path.format(self.name)) for each in implementations)
 
     def choose(self, target: Target) -> tuple[F, str]:
         """The first implementation that serves the target, else the reference, and why."""

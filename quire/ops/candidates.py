@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
-from quire.ops.choice import draw, first_max
-from quire.ops.draw_within import scale_logits, within_limits
+from quire.ops.base import F32, Op, native, triton
+from quire.ops.draw import draw, first_max, keep_prefix, scale_logits, within_limits
 from quire.ops.gumbel import gumbel_of
-from quire.ops.order import keep_prefix
 
-Drawn = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows, see quire/ops/draw_within.py
+Drawn = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows, see quire/ops/draw.py
 
 
 def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn | None = None) -> Tensor:
@@ -63,15 +61,5 @@ def draw_among(offers: Tensor, ranks: int, drawn: Drawn | None = None) -> tuple[
     return ids.gather(1, places.unsqueeze(1)).squeeze(1).to(torch.int32), of_ranks[:, :, 0].amax(1)
 
 
-OFFER_CANDIDATES = Op(
-    "offer_candidates",
-    offer_candidates,
-    0.0,
-    (triton("offer_candidates", "candidates", (torch.float32,)), native("offer_candidates", "candidates")),
-)
-DRAW_AMONG = Op(
-    "draw_among",
-    draw_among,
-    0.0,
-    (triton("draw_among", "candidates", (torch.float32,)), native("draw_among", "candidates")),
-)
+OFFER_CANDIDATES = Op(offer_candidates, 0.0, triton("candidates", F32), native("candidates"))
+DRAW_AMONG = Op(draw_among, 0.0, triton("candidates", F32), native("candidates"))

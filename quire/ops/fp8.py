@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, triton
+from quire.ops.base import Op, triton_pair
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # Of a row of zeros.
 MIN_SCALE = 1e-30
-
-Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-PrequantizedMatmul = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
 class QuantizedActivations(NamedTuple):
@@ -50,18 +46,6 @@ def prequantized_linear_fp8(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_UNAVAILABLE = "triton.quantize:unavailable"
-
-
-def _products(function: str) -> tuple[Implementation, ...]:
-    return (
-        triton(function, "fp8", _TYPES, unavailable=_UNAVAILABLE, varies=True),
-        triton(f"{function}_fixed", "fp8", _TYPES, unavailable=_UNAVAILABLE, name="triton_fixed"),
-    )
-
-
-LINEAR_FP8: Op[Fp8Product] = Op("linear_fp8", linear_fp8, 2e-2, _products("linear_fp8"))
-PREQUANTIZED_LINEAR_FP8: Op[PrequantizedMatmul] = Op(
-    "prequantized_linear_fp8", prequantized_linear_fp8, 2e-2, _products("prequantized_linear_fp8")
-)
+_KERNELS = triton_pair("fp8", unavailable="triton.quantize:unavailable")
+LINEAR_FP8 = Op(linear_fp8, 2e-2, *_KERNELS)
+PREQUANTIZED_LINEAR_FP8 = Op(prequantized_linear_fp8, 2e-2, *_KERNELS)

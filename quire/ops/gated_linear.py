@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from quire.ops.activation import Gated, clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
@@ -15,7 +13,6 @@ ACTIVATIONS: dict[str, Gated] = {
     "gelu_tanh": gelu_tanh_and_mul,
     "clamped_swiglu": clamped_swiglu,
 }
-GatedProduct = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -23,9 +20,4 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return ACTIVATIONS[activation](linear_transposed(x, weight, bias))
 
 
-GATED_LINEAR: Op[GatedProduct] = Op(
-    "gated_linear",
-    gated_linear,
-    1e-3,
-    (triton("gated_linear", "matmul", varies=True), triton("gated_linear", "fixed_matmul", name="triton_fixed")),
-)
+GATED_LINEAR = Op(gated_linear, 1e-3, triton("matmul", varies=True), triton("fixed_matmul", name="triton_fixed"))

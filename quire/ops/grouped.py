@@ -1,25 +1,18 @@
-"""The two grouped matmuls of a sparse MLP: each token is multiplied by the matrices of its own experts."""
+"""The two grouped matmuls of a sparse MLP, and matmuls with quantized weights that stay packed."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
+from quire.kernels.packed import PackedWeight
+from quire.ops.base import Op, native, triton, triton_pair
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
 
-GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
-GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 SharedExpert = tuple[Tensor, Tensor]
 """Matrices [2 * width, h] and [h, width] of an expert that all tokens have, with a weight of 1."""
-SparseMLP = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool, SharedExpert | None], Tensor
-]
-AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
 _TILES = MatmulRecipe(min_rows=32, row_tile=32)
@@ -97,14 +90,38 @@ def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None)
     return out
 
 
-GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, 1e-4)
-GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, 1e-4)
-SPARSE_MLP: Op[SparseMLP] = Op(
-    "sparse_mlp",
-    sparse_mlp,
-    2e-4,
-    (triton("sparse_mlp", "sparse_mlp", varies=True), triton("sparse_mlp_fixed", "sparse_mlp", name="triton_fixed")),
-)
-ADD_SHARED: Op[AddShared] = Op(
-    "add_shared", add_shared, 1e-5, (triton("add_shared", "add_shared"), native("add_shared", "grouped"))
-)
+GROUPED_GATE_UP = Op(grouped_gate_up, 1e-4, triton("sparse_mlp"))
+GROUPED_DOWN = Op(grouped_down, 1e-4, triton("sparse_mlp"))
+SPARSE_MLP = Op(sparse_mlp, 2e-4, *triton_pair("sparse_mlp"))
+ADD_SHARED = Op(add_shared, 1e-5, triton("add_shared"), native("grouped"))
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """x [n, K] @ weight [1, N, K].T + bias [N] -> [n, N], the weight rounded to x's type.
+
+    With an activation ("": none) as `gated_linear`: [n, N / 2].
+    """
+    out = linear_transposed(x, weight.unpacked()[0].to(x.dtype), bias)
+    return ACTIVATIONS[activation](out) if activation else out
+
+
+def packed_sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+) -> Tensor:
+    """`sparse_mlp` with the experts' weights packed."""
+    dense_gate_up, dense_down = gate_up.unpacked().to(x.dtype), down.unpacked().to(x.dtype)
+    return sparse_mlp(
+        x, expert_ids, weights, dense_gate_up, gate_up_bias, dense_down, down_bias, activation, in_parts
+    )
+
+
+PACKED_LINEAR = Op(packed_linear, 1e-4, *triton_pair("packed_mlp"))
+PACKED_SPARSE_MLP = Op(packed_sparse_mlp, 2e-4, *triton_pair("packed_mlp"))

@@ -58,14 +58,6 @@ def _in_row_tiles(x: Tensor, tile: int, run: Callable[[Tensor], Tensor]) -> Tens
     return torch.cat([run(padded[start : start + tile]) for start in range(0, rows, tile)])[:rows]
 
 
-LINEAR: Op[Product] = Op("linear", linear, 1e-4)
-LINEAR_TRANSPOSED: Op[Product] = Op(
-    "linear_transposed",
-    linear_transposed,
-    1e-4,
-    (
-        triton("linear_transposed", "matmul", varies=True),
-        triton("linear_transposed", "fixed_matmul", name="triton_fixed"),
-        native("linear_transposed"),
-    ),
-)
+LINEAR: Op[Product] = Op(linear, 1e-4)
+_TRITON = triton("matmul", varies=True), triton("fixed_matmul", name="triton_fixed")
+LINEAR_TRANSPOSED: Op[Product] = Op(linear_transposed, 1e-4, *_TRITON, native())

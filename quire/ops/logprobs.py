@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, triton
-from quire.ops.order import top_k_tokens
+from quire.ops.base import F32, Op, triton
+from quire.ops.draw import top_k_tokens
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -25,4 +25,4 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor
     return torch.cat([ranks, top], dim=1).to(torch.int32), found
 
 
-LOGPROBS = Op("logprobs", logprobs, 3e-6, (triton("logprobs", "logprobs", (torch.float32,)),))
+LOGPROBS = Op(logprobs, 3e-6, triton("logprobs", F32))

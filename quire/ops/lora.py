@@ -6,23 +6,15 @@ rank, before its matmul, and expands that into the matmul's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
+from quire.ops.base import F32, Op, native, triton
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.split_k import linear_split_k
 
 TILE = 16  # tokens, at most
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-ShrinkLora = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-LinearShrinking = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]
-]
-ExpandLora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
@@ -103,26 +95,13 @@ def _filled(tiles: Tensor) -> list[tuple[int, Tensor]]:
     return [(int(line[0]), line[1:][line[1:] >= 0]) for line in filled]
 
 
-TILE_ADAPTERS: Op[Callable[[Tensor, int], Tensor]] = Op(
-    "tile_adapters",
-    tile_adapters,
-    0.0,
-    (native("tile_adapters", "lora"), triton("tile_adapters", "lora", (torch.float32,))),
-)
-SHRINK_LORA: Op[ShrinkLora] = Op(
-    "shrink_lora", shrink_lora, 1e-3, (native("shrink_lora", "lora"), triton("shrink_lora", "lora"))
-)
-EXPAND_LORA: Op[ExpandLora] = Op(
-    "expand_lora", expand_lora, 1e-3, (native("expand_lora", "lora"), triton("expand_lora", "lora")), changes=(0,)
-)
+TILE_ADAPTERS = Op(tile_adapters, 0.0, native("lora"), triton("lora", F32))
+SHRINK_LORA = Op(shrink_lora, 1e-3, native("lora"), triton("lora"))
+EXPAND_LORA = Op(expand_lora, 1e-3, native("lora"), triton("lora"), changes=(0,))
 
 
-EXPAND_LORA_GATED: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = Op(
-    "expand_lora_gated", expand_lora_gated, 1e-3, (triton("expand_lora_gated", "lora"),)
-)
-LINEAR_SHRINKING: Op[LinearShrinking] = Op(
-    "linear_shrinking", linear_shrinking, 1e-3, (triton("linear_shrinking", "matmul", varies=True),)
-)
+EXPAND_LORA_GATED = Op(expand_lora_gated, 1e-3, native("lora"), triton("lora"))
+LINEAR_SHRINKING = Op(linear_shrinking, 1e-3, triton("matmul", varies=True))
 
 
 def gather_adapters(row_slots: Tensor, rows: Tensor, starts: Tensor, size: int) -> Tensor:
@@ -152,18 +131,7 @@ def select_adapters(slots: Tensor, tokens: Tensor) -> Tensor:
     return slots[tokens]
 
 
-GATHER_ADAPTERS: Op[Callable[[Tensor, Tensor, Tensor, int], Tensor]] = Op(
-    "gather_adapters",
-    gather_adapters,
-    0.0,
-    (native("gather_adapters", "lora"), triton("gather_adapters", "lora", (torch.float32,))),
-)
-LOOK_UP_LORA: Op[Callable[[Tensor, Tensor, Tensor], Tensor]] = Op(
-    "look_up_lora", look_up_lora, 0.0, (native("look_up_lora", "lora"),)
-)
-PICK_ADAPTERS: Op[Callable[[Tensor, int, int], Tensor]] = Op(
-    "pick_adapters", pick_adapters, 0.0, (native("pick_adapters", "lora"),)
-)
-SELECT_ADAPTERS: Op[Callable[[Tensor, Tensor], Tensor]] = Op(
-    "select_adapters", select_adapters, 0.0, (native("select_adapters", "lora"),)
-)
+GATHER_ADAPTERS = Op(gather_adapters, 0.0, native("lora"), triton("lora", F32))
+LOOK_UP_LORA = Op(look_up_lora, 0.0, native("lora"))
+PICK_ADAPTERS = Op(pick_adapters, 0.0, native("lora"))
+SELECT_ADAPTERS = Op(select_adapters, 0.0, native("lora"))

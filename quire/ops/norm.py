@@ -58,11 +58,9 @@ def add_rms_norm_fp8(
     return *quantize_rows(normed), total
 
 
-LAYER_NORM = Op("layer_norm", layer_norm, 1e-5, (triton("layer_norm", "layer_norm"), native("layer_norm")))
-ADD_LAYER_NORM = Op(
-    "add_layer_norm", add_layer_norm, 1e-5, (triton("add_layer_norm", "layer_norm"), native("add_layer_norm"))
-)
-RMS_NORM = Op("rms_norm", rms_norm, 1e-5, (triton("rms_norm", "norm"), native("rms_norm")))
-ADD_RMS_NORM = Op("add_rms_norm", add_rms_norm, 1e-5, (triton("add_rms_norm", "norm"), native("add_rms_norm")))
-RMS_NORM_FP8 = Op("rms_norm_fp8", rms_norm_fp8, _STEP_OF_FP8, (triton("rms_norm_fp8", "norm"),))
-ADD_RMS_NORM_FP8 = Op("add_rms_norm_fp8", add_rms_norm_fp8, _STEP_OF_FP8, (triton("add_rms_norm_fp8", "norm"),))
+LAYER_NORM = Op(layer_norm, 1e-5, triton("layer_norm"), native())
+ADD_LAYER_NORM = Op(add_layer_norm, 1e-5, triton("layer_norm"), native())
+RMS_NORM = Op(rms_norm, 1e-5, triton("norm"), native())
+ADD_RMS_NORM = Op(add_rms_norm, 1e-5, triton("norm"), native())
+RMS_NORM_FP8 = Op(rms_norm_fp8, _STEP_OF_FP8, triton("norm"))
+ADD_RMS_NORM_FP8 = Op(add_rms_norm_fp8, _STEP_OF_FP8, triton("norm"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native, triton
+from quire.ops.base import Op, native, triton
 from quire.ops.states import StatePlaces, StateShape, gated_conv, recur, short_conv
 
 _L2_EPS = 1e-6
@@ -150,23 +150,16 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.pow(2).sum(-1, keepdim=True) + _L2_EPS).rsqrt()
 
 
-def _implementations(name: str, module: str = "short_conv", *, chunked: bool = False) -> tuple[Implementation, ...]:
-    """`chunked`: long rows have a form of their own in the fast mode, whose bits follow from how a row is cut."""
-    in_chunks = triton(name, "chunked_states", varies=True, name="chunked")
-    serial = triton(name, module), native(name, "states")
-    return (in_chunks, *serial) if chunked else serial
-
-
-SHORT_CONV = Op("short_conv", short_conv, 1e-5, _implementations("short_conv"), changes=(4,))
-GATED_CONV = Op("gated_conv", gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
-_DELTA, _SPACE, _LINEAR = (
-    _implementations(name, "states", chunked=True) for name in ("gated_delta", "state_space", "linear_attention")
-)
-GATED_DELTA = Op("gated_delta", gated_delta, 1e-5, _DELTA, changes=(5,))
-STATE_SPACE = Op("state_space", state_space, 1e-5, _SPACE, changes=(6,))
-_SCAN = _implementations("selective_scan", "states")
-SELECTIVE_SCAN = Op("selective_scan", selective_scan, 1e-5, _SCAN, changes=(6,))
-LINEAR_ATTENTION = Op("linear_attention", linear_attention, 1e-5, _LINEAR, changes=(2,))
-GATED_NORM = Op("gated_norm", gated_norm, 1e-5, _implementations("gated_norm"))
-GATE = Op("gate", gate, 1e-5, _implementations("gate"))
-COMPACT = Op("compact", compact, 0.0, (native("compact", "states"),))
+_CONV = triton("short_conv"), native("states")
+_SERIAL = triton("states"), native("states")
+# In the fast mode long rows have a form of their own, whose bits follow from how a row is cut.
+_CHUNKED = triton("chunked_states", varies=True, name="chunked"), *_SERIAL
+SHORT_CONV = Op(short_conv, 1e-5, *_CONV, changes=(4,))
+GATED_CONV = Op(gated_conv, 1e-5, *_CONV, changes=(3,))
+GATED_DELTA = Op(gated_delta, 1e-5, *_CHUNKED, changes=(5,))
+STATE_SPACE = Op(state_space, 1e-5, *_CHUNKED, changes=(6,))
+SELECTIVE_SCAN = Op(selective_scan, 1e-5, *_SERIAL, changes=(6,))
+LINEAR_ATTENTION = Op(linear_attention, 1e-5, *_CHUNKED, changes=(2,))
+GATED_NORM = Op(gated_norm, 1e-5, *_CONV)
+GATE = Op(gate, 1e-5, *_CONV)
+COMPACT = Op(compact, 0.0, native("states"))

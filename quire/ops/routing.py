@@ -1,4 +1,8 @@
-"""Routing: which experts a token goes to, and with which weights."""
+"""Routing: which experts a token goes to, with which weights, which slots compute them, and how often each is chosen.
+
+`places` [experts, cycle] int32 has the slots of each expert: token i of a step goes to the one in column i % cycle.
+Slots are numbered over all processes, each of which holds an equal share of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
+from quire.ops.base import F32, Op, native, triton
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
 
@@ -133,13 +137,29 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_transposed(x.float(), weight, bias, _TILES)
 
 
-ROUTE = Op("route", route, 1e-5, (native("route", "grouped"), triton("route", "routing", (torch.float32,))))
-ROUTER_LOGITS = Op(
-    "router_logits",
-    router_logits,
-    1e-4,
-    (
-        triton("router_logits_fast", "routing", (torch.float32,), varies=True, name="triton_fast"),
-        triton("router_logits", "routing", (torch.float32,)),
-    ),
-)
+ROUTE = Op(route, 1e-5, native("grouped"), triton("routing", F32))
+_FAST = triton("routing", F32, function="{}_fast", name="triton_fast", varies=True)
+ROUTER_LOGITS = Op(router_logits, 1e-4, _FAST, triton("routing", F32))
+
+
+def local_experts(
+    expert_ids: Tensor, weights: Tensor, places: Tensor, first: int, count: int, elsewhere: int
+) -> tuple[Tensor, Tensor]:
+    """Experts as the process numbers them that has slots [first, first + count): ids and weights [n, k] -> the same.
+
+    Those of other processes become `elsewhere`, with a weight of 0.
+    """
+    columns = torch.arange(expert_ids.shape[0], device=places.device) % places.shape[1]
+    local = places[expert_ids.long(), columns.unsqueeze(1)] - first
+    is_here = (local >= 0) & (local < count)
+    return local.masked_fill(~is_here, elsewhere), weights.masked_fill(~is_here, 0.0)
+
+
+def count_experts(expert_ids: Tensor, counts: Tensor) -> Tensor:
+    """Add to counts [experts] int64 how often each is in expert_ids [n, k]; the result is `counts`."""
+    chosen = expert_ids.flatten().long()
+    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+LOCAL_EXPERTS = Op(local_experts, 0.0, native("experts"))
+COUNT_EXPERTS = Op(count_experts, 0.0, native("experts"), changes=(1,))

@@ -1,4 +1,4 @@
-"""Multiplication by one number, or by one for each row."""
+"""Multiplication by one number, or by one for each row, and soft-capping."""
 
 from __future__ import annotations
 
@@ -28,5 +28,16 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(round(mantissa * steps) / steps, exponent)
 
 
-SCALE = Op("scale", scale, 0.0, (native("scale"),))
-SCALE_ROWS = Op("scale_rows", scale_rows, 0.0, (triton("scale_rows", "scale_rows"), native("scale_rows")))
+SCALE = Op(scale, 0.0, native())
+SCALE_ROWS = Op(scale_rows, 0.0, triton("scale_rows"), native())
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), with tanh written through exp: torch's own tanh may round tail elements differently.
+
+    Computed in float32: near 0 the two terms cancel, which bfloat16 would turn into steps of a quarter at cap 50.
+    """
+    return (cap - (2.0 * cap) / ((x.float() * (2.0 / cap)).exp_() + 1.0)).to(x.dtype)
+
+
+SOFT_CAP = Op(soft_cap, 1e-5, native())

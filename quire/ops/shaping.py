@@ -1,11 +1,42 @@
-"""Changes of some logits of a row, by tables that hold what every row asks for: edits and penalties."""
+"""Changes of some logits of a row, by masks and by tables that hold what every row asks for: edits and penalties."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
+from quire.ops.base import F32, Op, native, triton
+
+CHUNK = 4096  # tokens that share a highest logit
+
+
+def keep_allowed(
+    logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits [m, vocab_size] as float32 with -inf where a token is not allowed, and what was highest before.
+
+    rows [m] int64 are columns of lines [k, max_rows] int32, which names k lines of masks [n, words] int32 for a row,
+    -1 for none: bit i of word w allows token 32 * w + i. The highest logits [m, chunks] are of CHUNK tokens each, and
+    infinite where one is NaN. Of the first of the k masks a row may have several, in lines one after the other: it
+    takes the one that is ahead [m] int32 lines behind the named one.
+    """
+    count, vocab_size = logits.shape
+    logits = logits.to(torch.float32)
+    padding = -vocab_size % CHUNK
+    padded = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf).view(count, -1, CHUNK)
+    highest = torch.where(padded.isnan(), torch.inf, padded).amax(-1)
+    tokens = torch.arange(vocab_size, device=logits.device)
+    for index, line in enumerate(lines[:, rows].to(torch.int64)):
+        if ahead is not None and index == 0:
+            line = torch.where(line < 0, line, line + ahead)
+        words = masks[line.clamp(min=0)][:, tokens // 32]
+        allowed = (words >> (tokens % 32)) & 1 == 1
+        logits = torch.where(allowed | (line < 0).unsqueeze(1), logits, -torch.inf)
+    return logits, highest
+
+
+KEEP_ALLOWED = Op(keep_allowed, 0.0, triton("shaping", F32), native("shaping"))
+
 
 FIXED_COLUMNS = 4  # of an edit
 ANY = -1  # token that an edit accepts at a place before it
@@ -80,17 +111,5 @@ def penalize(
     return logits
 
 
-EDIT_LOGITS = Op(
-    "edit_logits",
-    edit_logits,
-    0.0,
-    (triton("edit_logits", "shaping", (torch.float32,)), native("edit_logits", "shaping")),
-    changes=(0,),
-)
-PENALIZE = Op(
-    "penalize",
-    penalize,
-    1e-6,
-    (triton("penalize", "shaping", (torch.float32,)), native("penalize", "shaping")),
-    changes=(0,),
-)
+EDIT_LOGITS = Op(edit_logits, 0.0, triton("shaping", F32), native("shaping"), changes=(0,))
+PENALIZE = Op(penalize, 1e-6, triton("shaping", F32), native("shaping"), changes=(0,))

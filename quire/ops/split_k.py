@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from quire.ops.base import Op, triton
 from quire.ops.linear import linear_transposed
 from quire.ops.norm import add_rms_norm
-
-SplitKMatmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class PartialSums(NamedTuple):
@@ -45,9 +42,5 @@ def add_rms_norm_split_k(
     return add_rms_norm(sum_of(parts, residual.dtype), residual, weight, eps, weight_offset)
 
 
-LINEAR_SPLIT_K: Op[SplitKMatmul] = Op(
-    "linear_split_k", linear_split_k, 1e-4, (triton("linear_split_k", "matmul", varies=True),)
-)
-ADD_RMS_NORM_SPLIT_K = Op(
-    "add_rms_norm_split_k", add_rms_norm_split_k, 1e-5, (triton("add_rms_norm_split_k", "norm", varies=True),)
-)
+LINEAR_SPLIT_K = Op(linear_split_k, 1e-4, triton("matmul", varies=True))
+ADD_RMS_NORM_SPLIT_K = Op(add_rms_norm_split_k, 1e-5, triton("norm", varies=True))

@@ -43,6 +43,7 @@ class StateShape:
     key_dim: int = 0
     value_dim: int = 0
     decay_dim: int = 1  # key_dim: each row of the matrix decays by itself
+    waiting: int = 4  # tokens after which a state's matrix may stay as it was: they wait in the ring; 1: none
 
     @property
     def rollback(self) -> int:

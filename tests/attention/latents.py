@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionSpec, make_batch
+from quire.attention.base import AttentionSpec, LayerCache, make_batch
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
-from quire.ops.index import index_scores, top_keys
+from quire.ops.latent import index_scores, top_keys
 from quire.ops.norm import rms_norm
 from quire.ops.rope import apply_rope, gather_rotation
 
@@ -103,16 +103,14 @@ class Latents:
             metadata = self.backend.prepare_eager(batch)
         q, latent = joined([x.flatten(1) for x in self.q]), joined(self.latent)
         heads = q.unflatten(-1, (self.sizes[0], -1))
-        given = (self.spec, self.weights)
-        written = self.backend.write_latent(
-            *given, heads, latent, (cos, sin) if self.rotates else None, self.cache, metadata
-        )
+        at = LayerCache(self.spec, self.cache, metadata)
+        written = self.backend.write_latent(at, self.weights, heads, latent, (cos, sin) if self.rotates else None)
         if self.index is not None:
             query, key, weights = (joined([of[part] for of in self.index]) for part in range(3))
             inputs = IndexInputs(query.unflatten(-1, (weights.shape[-1], -1)), key, weights)
-            of_index = self.backend.write_index(self.spec, inputs, (cos, sin), self.cache, metadata)
+            of_index = self.backend.write_index(at, inputs, (cos, sin))
             written = written._replace(of_index=of_index)
-        out = self.backend.attend_latent(*given, written, self.cache, metadata).float().cpu()
+        out = self.backend.attend_latent(at, self.weights, written).float().cpu()
         start = 0
         for row in rows:
             self.out[row][spans[row]] = out[start : start + counts[row]]

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionSpec, make_batch
+from quire.attention.base import AttentionSpec, LayerCache, make_batch
 from quire.attention.cpu_native import NativeAttention
 from quire.attention.latent import LatentWeights
-from quire.attention.native_latent import NativeLatentAttention
-from quire.attention.native_sparse import NativeSparseAttention
+from quire.attention.native_latent import NativeLatentAttention, NativeSparseAttention
 from quire.attention.torch_ref import TorchAttention
 from quire.parallel.groups import ContextShare, ParallelGroup
 from quire.types.errors import ConfigError
@@ -56,10 +55,10 @@ def feed(backend: NativeAttention, spec: AttentionSpec, cache: Tensor, qkv: Tens
         positions = torch.arange(done, done + count)
         slots = torch.cat([table[positions // BLOCK].long() * BLOCK + positions % BLOCK for table in tables])
         batch = make_batch([count, count], [done + count] * 2, tables, slots, BLOCK)
-        metadata = backend.prepare_eager(batch)
+        at = LayerCache(spec, cache, backend.prepare_eager(batch))
         rows = qkv[done : done + count]
-        written = backend.write(spec, torch.cat([rows, rows * 0.5]), None, None, cache, metadata)
-        found.append(backend.attend(spec, written, cache, metadata)[:count])
+        written = backend.write(at, torch.cat([rows, rows * 0.5]), None, None)
+        found.append(backend.attend(at, written)[:count])
         done += count
     return torch.cat(found)
 
@@ -129,11 +128,9 @@ def test_latents_are_split_too(chunks: list[int]) -> None:
             positions = torch.arange(done, done + count)
             slots = tables[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
             metadata = backend.prepare_eager(make_batch([count], [done + count], tables, slots, BLOCK))
-            rows = slice(done, done + count)
-            written = backend.write_latent(
-                spec, weights, q[rows, part].contiguous(), latent[rows].contiguous(), None, cache, metadata
-            )
-            found.append(backend.attend_latent(spec, weights, written, cache, metadata))
+            rows, at = slice(done, done + count), LayerCache(spec, cache, metadata)
+            mine = q[rows, part].contiguous(), latent[rows].contiguous()
+            found.append(backend.attend_latent(at, weights, backend.write_latent(at, weights, *mine, None)))
             done += count
         return torch.cat(found)
 

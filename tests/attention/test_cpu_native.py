@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.attention.base import AttentionSpec, HeadNorm, make_batch
+from quire.attention.base import AttentionSpec, HeadNorm, LayerCache, make_batch
 from quire.attention.cpu_native import KV_TYPES, NativeAttention
-from quire.ops.qkv import split_qkv
+from quire.ops.rope import split_qkv
 from tests.attention.test_torch_ref import SINKS, SPECS, Sequences, dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
@@ -135,7 +135,8 @@ def test_norm_rotation_and_write_match_the_reference(
     backend = NativeAttention()
     cache = torch.zeros(backend.cache_shape(4, block_size, 2, 36, dtype), dtype=dtype)
     with using(isa):
-        q = backend.write(spec, qkv, norm if normed else None, turn, cache, backend.prepare_eager(batch))
+        at = LayerCache(spec, cache, backend.prepare_eager(batch))
+        q = backend.write(at, qkv, norm if normed else None, turn)
     expected = split_qkv(qkv, 4, 2, *(norm if normed else (None, None, 0.0, 0.0)), turn)
     torch.testing.assert_close(q.query[:tokens], expected[0][:tokens], atol=1e-5, rtol=1e-5)
     # A last bit before the rounding may become one of the cache's steps.
@@ -157,7 +158,7 @@ def test_extreme_keys_and_values(isa: str) -> None:
         slots = torch.arange(16, 24)
         batch = make_batch([8], [8], torch.ones(1, 1, dtype=torch.int32), slots, 16)
         with using(isa):
-            backend.write(spec, qkv, None, None, cache, backend.prepare_eager(batch))
+            backend.write(LayerCache(spec, cache, backend.prepare_eager(batch)), qkv, None, None)
         keys, values = read_cache(cache, slots, 16)
         assert torch.equal(keys.nan_to_num(7), values.nan_to_num(7))
         assert keys[:6].isfinite().all()

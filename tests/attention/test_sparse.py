@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu_native import KV_TYPES
-from quire.attention.native_latent import NativeLatentAttention
-from quire.attention.native_sparse import NativeSparseAttention
+from quire.attention.native_latent import NativeLatentAttention, NativeSparseAttention
 from quire.attention.torch_latent import TorchLatentAttention
 from tests.attention.latents import Latents
 from tests.attention.test_latent import run_cut

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionSpec, make_batch
+from quire.attention.base import AttentionBackend, AttentionSpec, LayerCache, make_batch
 from quire.attention.torch_ref import TorchAttention
 
 BLOCK = 16
@@ -83,10 +83,9 @@ class Sequences:
             torch.cat([*(t[r][spans[r]] for r in rows), torch.ones(3, *t[0].shape[1:])])
             for t in (self.q, self.k, self.v)
         )
-        metadata = self.backend.prepare_eager(batch)
+        at = LayerCache(self.spec, self.cache, self.backend.prepare_eager(batch))
         qkv = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
-        q = self.backend.write(self.spec, qkv, None, None, self.cache, metadata)
-        out = self.backend.attend(self.spec, q, self.cache, metadata)
+        out = self.backend.attend(at, self.backend.write(at, qkv, None, None))
         assert not out[-3:].any()
         start = 0
         for row in rows:

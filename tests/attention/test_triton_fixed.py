@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionSpec, HeadNorm, make_batch
+from quire.attention.base import AttentionSpec, HeadNorm, LayerCache, make_batch
 from tests.attention.test_torch_ref import dense
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import SINKS, needs_triton
@@ -65,16 +65,16 @@ def outputs(
             done[row] = context
         counts = [context - start for start, context in zip(before, contexts, strict=True)]
         batch = make_batch(counts, contexts, tables[rows].to(DEVICE), torch.cat(slots).to(DEVICE), BLOCK)
-        metadata = backend.prepare_eager(batch)
+        at_step = LayerCache(spec, cache, backend.prepare_eager(batch))
         spans = zip(rows, before, contexts, strict=True)
         qkv = torch.cat([tokens[row][start:context] for row, start, context in spans])
-        query = backend.write(spec, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None, cache, metadata)
+        query = backend.write(at_step, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None)
         if variants:
             if (rows, contexts) == plans[-1]:
                 kinds = [type("Variant", (type(backend),), variant)() for variant in variants]
-                return [kind.attend(spec, query, cache, metadata) for kind in kinds]
+                return [kind.attend(at_step, query) for kind in kinds]
             continue
-        for row, part in zip(rows, backend.attend(spec, query, cache, metadata).split(counts), strict=True):
+        for row, part in zip(rows, backend.attend(at_step, query).split(counts), strict=True):
             found[row].append(part)
     return [torch.cat(parts) for parts in found if parts]
 

@@ -232,11 +232,7 @@ def test_a_quantization_without_experts_says_so() -> None:
         name = "dense"
         grouped = METHODS.get("none").__mro__[1].grouped  # type: ignore[attr-defined]
 
-    METHODS.register("dense", Dense)
-    try:
-        layer._target = Target(quantization="dense")
-        with pytest.raises(ConfigError, match=r"cannot keep the experts of mlp\.down"):
-            layer.allocate("mlp.down")
-    finally:
-        del METHODS._entries["dense"]
-        METHODS._resolved.pop("dense", None)
+    layer._target = Target(quantization="dense")
+    expected = pytest.raises(ConfigError, match=r"cannot keep the experts of mlp\.down")
+    with METHODS.with_entries({"dense": Dense}), expected:
+        layer.allocate("mlp.down")

@@ -10,12 +10,13 @@ from quire.attention.base import AttentionSpec, make_batch
 from quire.attention.registry import BACKENDS
 from quire.cli.verify import _tensor_of
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
-from quire.layers.fusion import Form
+from quire.layers.fusion import Form, RowShard, whole
 from quire.layers.linear import RowParallelLinear
-from quire.layers.norm import RMSNorm, merge_residual
+from quire.layers.norm import ResidualMerge, RMSNorm
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums, sum_of
+from quire.parallel.collectives import NullCollectives
 from quire.parallel.groups import ParallelGroup
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import needs_triton
@@ -58,13 +59,19 @@ def test_who_reads_them_otherwise_gets_their_sum() -> None:
     values, residual = torch.stack([numbers(seed, 4, WIDTH).float() for seed in range(3)]), numbers(4, 4, WIDTH)
     parts = PartialSums(values, HALF)
     assert torch.equal(parts.summed(), ((values[0] + values[1]) + values[2]).to(HALF))
-    assert torch.equal(merge_residual(parts, residual), residual + parts.summed())
+    assert torch.equal(whole(ResidualMerge().merge(parts, residual)[1]), residual + parts.summed())
     with torch.device(DEVICE):
         norm = RMSNorm(WIDTH, eps=1e-6, target=TARGET)
     norm.feed(frozenset({Form.E4M3_PER_TOKEN}))
     norm.weight.data.copy_(numbers(5, WIDTH))
     (lines, total), (same, stream) = norm.merge(parts, residual), norm.merge(parts.summed(), residual)
     assert torch.equal(total, stream)
+    rows = RowShard(parts, 4, NullCollectives())
+    gathered, held = norm.merge(rows, residual)  # what is quantized is gathered as it is
+    assert isinstance(gathered, QuantizedActivations)
+    assert isinstance(lines, QuantizedActivations)
+    assert all(map(torch.equal, (gathered.values.float(), gathered.scale), (lines.values.float(), lines.scale)))
+    assert torch.equal(whole(held), total)
     assert torch.equal(lines.unpacked(), same.unpacked())
 
 
@@ -103,7 +110,7 @@ def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: boo
     results = []
     for qkv in (parts, parts.summed()):
         layer.bind(chosen, torch.zeros(shape, dtype=HALF, device=DEVICE), 0)
-        results.append((layer(qkv, None, None, ForwardBatch([metadata]), wanted), layer.cache))
+        results.append((layer(qkv, None, None, ForwardBatch([metadata], wanted)), layer.cache))
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
         assert mine.count_nonzero()

@@ -51,6 +51,18 @@ def test_two_halves_of_the_stack_give_the_whole(architecture: str) -> None:
     assert torch.equal(model.model.norm(late[4]), expected)
 
 
+def test_what_taps_read_is_returned_and_not_left_on_the_model() -> None:
+    model = make("LlamaForCausalLM")
+    model.taps = (1, 2)
+    ids, positions, batch = PagedSequence(model, 16).inputs(TOKENS)
+    before = set(vars(model))
+    hidden, tapped = model.forward_tapped(ids, positions, batch)
+    assert set(vars(model)) == before
+    _, _, expected = model.model.run_layers(model.model.embed(ids), None, positions, batch, capture={1, 2})
+    assert [torch.equal(one, expected[layer]) for one, layer in zip(tapped, model.taps, strict=True)] == [True, True]
+    assert torch.equal(model(ids, positions, batch), hidden)
+
+
 @pytest.mark.parametrize("architecture", GENERATORS)
 def test_wanted_tokens_are_what_the_whole_gives_there(torch_kernels: None, architecture: str) -> None:
     model = make(architecture)

@@ -41,7 +41,8 @@ def test_every_line_resolves_builds_on_meta_and_is_described_without_building(ar
 
 def test_encoders_are_those_that_are_compared_with_transformers() -> None:
     pooling = {name for name in ARCHITECTURES if "generates" not in ARCHITECTURES.get(name).capabilities}
-    assert pooling == {f"{name}{kind}" for name in ENCODERS for kind in ("Model", "ForMaskedLM")}
+    named = {f"{name}{kind}" for name in (*ENCODERS, "New") for kind in ("Model", "ForMaskedLM")}
+    assert pooling == {*named, "HF_ColBERT"}
 
 
 def test_the_zoo_has_every_architecture() -> None:

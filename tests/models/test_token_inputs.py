@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from quire.models.qwen2 import Qwen2
 from quire.models.registry import ARCHITECTURES
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
-from quire.ops.embedding import embed_from
-from quire.ops.places import rows_of_tokens
+from quire.ops.encoder import rows_of_tokens
 from quire.ops.rope import apply_rope
+from quire.ops.select import embed_from
 from quire.runner.eager import Eager
 from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.types.errors import ModelError
@@ -99,9 +100,8 @@ class TextOnly(Qwen2):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ARCHITECTURES, "_entries", dict(ARCHITECTURES._entries))
-    monkeypatch.setattr(ARCHITECTURES, "_resolved", dict(ARCHITECTURES._resolved))
+def registered(contexts: ExitStack) -> None:
+    contexts.enter_context(ARCHITECTURES.with_entries({}))
     ARCHITECTURES.register("Qwen2VLText", Qwen2VLText)
     ARCHITECTURES.register("TextOnly", TextOnly)
 

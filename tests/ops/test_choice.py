@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.choice import draw, first_max
+from quire.ops.draw import draw, first_max
 from quire.ops.gumbel import gumbel_noise
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.draw_within import draw_within
+from quire.ops.draw import draw_within
 from quire.ops.gumbel import gumbel_noise
 from tests.ops.inputs.draw_within import generate_inputs
 

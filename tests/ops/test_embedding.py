@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.embedding import clear_outside_range, embed, tokens_in_range
+from quire.ops.select import clear_outside_range, embed, tokens_in_range
 
 TABLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.tensor([11, 0, 5, 5, 8])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.ops.index import index_scores, top_keys
+from quire.ops.latent import index_scores, top_keys
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 25), st.integers(0, 19))

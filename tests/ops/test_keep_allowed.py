@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.keep_allowed import CHUNK, keep_allowed
+from quire.ops.shaping import CHUNK, keep_allowed
 from tests.ops.inputs.keep_allowed import generate_inputs
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.ops.norm import rms_norm
-from quire.ops.qkv import split_qkv
-from quire.ops.rope import apply_rope
+from quire.ops.rope import apply_rope, split_qkv
 
 GENERATOR = torch.Generator().manual_seed(0)
 HEADS, KV_HEADS, DIM, TOKENS = 6, 2, 8, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.soft_cap import soft_cap
+from quire.ops.scale import soft_cap
 
 
 @pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.ops.inputs.recurrent import generate_delta
 LENGTH, BLOCK = 40, 4
 DELTA = StateShape(12, 3, 2, 1, 8, 20)
 KIMI = StateShape(12, 3, 2, 2, 8, 20, decay_dim=8)  # each channel of a key decays by itself, down to a floor
+LINEAR = StateShape(12, 3, 2, 2, 16, 16)  # without the delta rule
 TABLE = torch.tensor([[7, 3, 0, 9, 1, 5, 2, 0, 8, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]], dtype=torch.int32)
 Run = Callable[[Tensor, StatePlaces], Tensor]
 
@@ -29,7 +31,7 @@ def make_run(module: Any, shape: StateShape = DELTA, cache: Tensor | None = None
     """A convolution and then the delta rule over one sequence's inputs, with states that begin as rubbish."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 3, generator=generator)
-    sizes = [16 * shape.num_key_heads + 40, 2 * shape.decay_dim, 2]
+    sizes = [16 * shape.num_key_heads + 40, 2 * shape.decay_dim, 2] if shape is not LINEAR else [96]
     more = torch.randn(12, sum(sizes), generator=generator)
     a, bias = -torch.rand(2, generator=generator), torch.randn(2 * shape.decay_dim, generator=generator)
     cache = torch.full((21, shape.size), float("nan")) if cache is None else cache
@@ -38,6 +40,9 @@ def make_run(module: Any, shape: StateShape = DELTA, cache: Tensor | None = None
     def run(x: Tensor, places: StatePlaces) -> Tensor:
         conv = module.short_conv(x, weight, None, True, cache, places, shape)
         projected = (conv[:, :, None] * more[None]).sum(1)
+        if shape is LINEAR:
+            linear: Tensor = module.linear_attention(projected, a.exp(), cache, places, shape)
+            return linear
         qkv, decay, strength = projected.split(sizes, dim=1)
         mixed: Tensor = module.gated_delta(qkv, decay, strength, a, bias, cache, places, shape, floor)
         return mixed
@@ -55,7 +60,7 @@ def step(run: Run, x: Tensor, first: int, end: int, row: int = 0) -> Tensor:
 MODULES = [recurrent, pytest.param(states, marks=pytest.mark.skipif(library.load() is None, reason="no compiler"))]
 
 
-@pytest.mark.parametrize("shape", [DELTA, KIMI], ids=["delta", "kimi"])
+@pytest.mark.parametrize("shape", [DELTA, KIMI, LINEAR], ids=["delta", "kimi", "linear"])
 @pytest.mark.parametrize("module", MODULES, ids=["reference", "native"])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
@@ -67,7 +72,7 @@ def test_any_chunks_and_tokens_taken_back_give_the_bits_of_one_chunk(
     run, _ = make_run(module, shape)
     at = 0
     while at < LENGTH:
-        end = data.draw(st.integers(at + 1, LENGTH))
+        end = min(LENGTH, at + data.draw(st.one_of(st.integers(1, 2), st.integers(1, LENGTH))))
         while not TABLE[0, (end - 1) // BLOCK]:  # a step leaves a state in its last entry
             end += 1
         wrong = data.draw(st.integers(0, min(ROLLBACK - 1, end - at - 1)))  # drafts that do not hold
@@ -78,6 +83,21 @@ def test_any_chunks_and_tokens_taken_back_give_the_bits_of_one_chunk(
         found = step(run, given, at, end)
         assert torch.equal(found[: end - at - wrong], whole[at : end - wrong])
         at = end - wrong
+
+
+@pytest.mark.skipif(library.load() is None, reason="no compiler")
+@pytest.mark.parametrize("shape", [DELTA, LINEAR], ids=["delta", "linear"])
+def test_a_matrix_is_written_after_several_tokens(shape: StateShape) -> None:
+    cache = torch.zeros(21, shape.size)
+    run, x = make_run(states, shape, cache)
+    tables, first = torch.full((1, 1), 7, dtype=torch.int32), shape.conv_size + 1
+    matrices = []
+    for end in range(1, 17):
+        lengths = torch.tensor([end]).int(), torch.tensor([0, 1]).int()
+        run(x[end - 1 : end], StatePlaces(tables, torch.tensor([0]), *lengths, 64))
+        matrices.append(cache[7, first : first + shape.matrix_size].clone())
+    changed = [int(not before.equal(after)) for before, after in pairwise(matrices)]
+    assert 16 // shape.waiting - 1 <= sum(changed) <= 16 // shape.waiting
 
 
 @pytest.mark.parametrize("module", MODULES, ids=["reference", "native"])

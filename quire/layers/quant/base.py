@@ -47,19 +47,58 @@ class MatrixSpec:
         return sum(self.pieces)
 
 
-class LinearMethod(nn.Module, ABC):
-    """One layer's matrix and bias. Filled by `load`, closed by `finish`, then used by `multiply`.
+class MatrixMethod(nn.Module, ABC):
+    """How the matrices of a layer are kept, and their bias. Filled by `load`, closed by `finish`, then used.
 
     What is allocated in the constructor lands on the current default device, which may be "meta" in planning.
     """
+
+    def __init__(self, spec: MatrixSpec, *shape: int) -> None:
+        """`shape`: of the bias."""
+        super().__init__()
+        self.spec = spec
+        self.bias = empty_parameter(*shape, dtype=spec.target.dtype) if spec.bias else None
+
+    def finish(self) -> None:
+        """All pieces and biases are there; called once, before the first matmul. Few methods need it."""
+        return None
+
+    @abstractmethod
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        """Bytes that the matrices, without their bias, take when their pieces come in these schemes.
+
+        Of several matrices they are the pieces of the first, then those of the second, and so on. Called before
+        loading, on any device; raises ConfigError for a scheme that the method does not take.
+        """
+
+    @property
+    def kept(self) -> str:
+        """What its weights are in memory, for people."""
+        return str(self.spec.target.dtype).removeprefix("torch.")
+
+    @property
+    def arithmetic(self) -> str:
+        """How quantized weights are multiplied, for people; "": they are plain numbers."""
+        return ""
+
+    def quantizes(self, scheme: Scheme) -> bool:
+        """Whether activations are rounded to 8 bits for weights of a scheme that asks for it."""
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+
+class LinearMethod(MatrixMethod):
+    """One layer's matrix and bias, used by `multiply`."""
 
     accepts: Forms = PLAIN
     """The forms in which it takes activations besides a tensor: those into which it would bring them anyway."""
 
     def __init__(self, spec: MatrixSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.bias = empty_parameter(spec.out_features, dtype=spec.target.dtype) if spec.bias else None
+        super().__init__(spec, spec.out_features)
 
     @abstractmethod
     def load(self, piece: int, rows: Weight) -> None:
@@ -73,10 +112,6 @@ class LinearMethod(nn.Module, ABC):
         """Write the biases of outputs [start, start + len(values))."""
         assert self.bias is not None
         self.bias.data[start : start + values.shape[0]].copy_(values)
-
-    def finish(self) -> None:
-        """All pieces and the bias are there; called once, before the first product. Few methods need it."""
-        return None
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
@@ -98,13 +133,6 @@ class LinearMethod(nn.Module, ABC):
         """`multiply` beside the shrinking of LoRA adapters, where one kernel does both; see ops/lora.py."""
         return None
 
-    @abstractmethod
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        """Bytes that the matrix, without its bias, takes when its pieces come in these schemes.
-
-        Called before loading, on any device; raises ConfigError for a scheme that the method does not take.
-        """
-
     def workspace_bytes(self) -> int:
         """Most memory that a matmul takes beside its arguments and result."""
         return 0
@@ -112,16 +140,6 @@ class LinearMethod(nn.Module, ABC):
     def decodes(self, scheme: Scheme) -> bool:
         """Whether quantized weights of this scheme become plain floats when they are loaded."""
         return not scheme.is_float
-
-    @property
-    def kept(self) -> str:
-        """What its weights are in memory, for people."""
-        return str(self.spec.target.dtype).removeprefix("torch.")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""
-        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
 
 class TableMethod(LinearMethod):
@@ -135,17 +153,14 @@ class TableMethod(LinearMethod):
 Shared = tuple[LinearMethod, LinearMethod] | None  # both matrices of a shared expert
 
 
-class GroupedMethod(nn.Module, ABC):
+class GroupedMethod(MatrixMethod):
     """The matrices [out_features, in_features] of all experts of one layer, and their biases; see ops/grouped.py.
 
-    Filled by `load`, closed by `finish`, then used by `gate_up` or by `down`, as the layer is one or the other.
+    Used by `gate_up` or by `down`, as the layer is one or the other.
     """
 
     def __init__(self, spec: MatrixSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        shape = (spec.count, spec.out_features)
-        self.bias = empty_parameter(*shape, dtype=spec.target.dtype) if spec.bias else None
+        super().__init__(spec, spec.count, spec.out_features)
 
     @property
     def backend(self) -> str:
@@ -160,10 +175,6 @@ class GroupedMethod(nn.Module, ABC):
         """Write the biases of an expert's outputs [start, start + len(values))."""
         assert self.bias is not None
         self.bias.data[expert, start : start + values.shape[0]].copy_(values)
-
-    def finish(self) -> None:
-        """All pieces and biases are there; called once, before the first matmul."""
-        return None
 
     @abstractmethod
     def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
@@ -190,36 +201,23 @@ class GroupedMethod(nn.Module, ABC):
         """
         return None
 
-    @abstractmethod
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        """As LinearMethod's, for the pieces of the first expert, then those of the second, and so on."""
-
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Most memory that a matmul of `num_tokens` tokens takes beside its arguments and result."""
         features = self.spec.in_features + self.spec.out_features
         return num_tokens * top_k * features * self.spec.target.dtype.itemsize
 
-    @property
-    def kept(self) -> str:
-        """What its weights are in memory, for people."""
-        return str(self.spec.target.dtype).removeprefix("torch.")
-
     def tensors_of(self, expert: int) -> list[Tensor]:
         """All that is kept of one expert, as it lies in memory, to be copied over another's."""
         return [parameter.data[expert] for parameter in self.parameters()]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now, biases included."""
-        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
-
 
 def kept_weights(model: nn.Module) -> str:
-    """How much of a model's weights is kept as what, for people; the largest part first."""
+    """How much of a model's weights is kept as what and multiplied how, for people; the largest part first."""
     sizes: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, (LinearMethod, GroupedMethod)):
-            sizes[module.kept] = sizes.get(module.kept, 0) + module.num_bytes
+        if isinstance(module, MatrixMethod):
+            name = module.kept + (f" ({module.arithmetic})" if module.arithmetic else "")
+            sizes[name] = sizes.get(name, 0) + module.num_bytes
     parts = sorted(sizes.items(), key=lambda part: -part[1])
     return ", ".join(f"{format_bytes(size)} as {name}" for name, size in parts)
 
@@ -237,9 +235,9 @@ class Quantization(ABC):
         """What does this on the target's platform."""
         return self
 
-    @abstractmethod
     def refuses(self, target: Target) -> str | None:
         """Why it cannot serve this target, with the fix; None if it can."""
+        return None
 
     def activations(self, target: Target) -> str:
         """What "auto" activations are on this machine."""

@@ -16,12 +16,14 @@ from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes, runs_in_order
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.packed_weights import PackedWeights
-from quire.layers.quant.panels import panel_format, panel_parts
+from quire.layers.quant.panels import integer_bits, panel_format, panel_parts
+from quire.layers.quant.rounding import Rounding
 from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Implementation, Target
 from quire.types.errors import CheckpointError, ConfigError
 
 KERNELS = Implementation("native", "cpu.matrix:Product", ("cpu",), (torch.float32,), "cpu.library:unavailable")
+Storage = str | Rounding | None
 # Float types of checkpoints and what they are kept as; other float types and other schemes become float32.
 _STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -31,8 +33,8 @@ class PackedLinear(LinearMethod):
 
     _product: Product
 
-    def __init__(self, spec: MatrixSpec, storage: str | None) -> None:
-        """`storage`: what float weights are kept as, "int8" or "int4"; None: as they come, blocks included."""
+    def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
+        """`storage`: what float weights are kept as, "int8", "int4" or by a rounding; None: as they come."""
         super().__init__(spec)
         self._storage = storage
         self._matrices: dict[int, PackedMatrix] = {}
@@ -64,6 +66,13 @@ class PackedLinear(LinearMethod):
     def kept(self) -> str:
         return " and ".join(sorted({matrix.format for matrix in self.matrices}))
 
+    @property
+    def arithmetic(self) -> str:
+        return "" if self.kept in _STORAGES.values() else f"activations in {self._product.activations}"
+
+    def quantizes(self, scheme: Scheme) -> bool:
+        return _rounds_to_bytes(self.spec, scheme)
+
     def decodes(self, scheme: Scheme) -> bool:
         return not scheme.is_float and _kept_as(self.spec, self._storage, scheme) == "float32"
 
@@ -84,7 +93,7 @@ class PackedGrouped(GroupedMethod):
 
     _product: GroupedProduct
 
-    def __init__(self, spec: MatrixSpec, storage: str | None) -> None:
+    def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
         super().__init__(spec)
         self._storage = storage
         self._matrices: dict[tuple[int, int], PackedMatrix] = {}
@@ -124,6 +133,13 @@ class PackedGrouped(GroupedMethod):
     def kept(self) -> str:
         return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))
 
+    @property
+    def arithmetic(self) -> str:
+        return "" if self.kept in _STORAGES.values() else f"activations in {self._product.activations}"
+
+    def quantizes(self, scheme: Scheme) -> bool:
+        return _rounds_to_bytes(self.spec, scheme)
+
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)
 
@@ -139,7 +155,9 @@ class PackedGrouped(GroupedMethod):
         return super().num_bytes + sum(matrix.num_bytes for matrix in self._matrices.values())
 
 
-def _packed(spec: MatrixSpec, storage: str | None, rows: Weight) -> PackedMatrix:
+def _packed(spec: MatrixSpec, storage: Storage, rows: Weight) -> PackedMatrix:
+    if isinstance(storage, Rounding):
+        rows, storage = storage.stored(spec, rows, torch.device("cpu")), None
     kept = _kept_as(spec, storage, scheme_of(rows))
     if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
         return PackedMatrix.from_blocks(kept, rows.tensors["weight"].numpy(), spec.in_features)
@@ -148,8 +166,11 @@ def _packed(spec: MatrixSpec, storage: str | None, rows: Weight) -> PackedMatrix
     return PackedMatrix.from_float(as_tensor(rows), kept)
 
 
-def _kept_as(spec: MatrixSpec, storage: str | None, scheme: Scheme) -> str:
+def _kept_as(spec: MatrixSpec, storage: Storage, scheme: Scheme) -> str:
     """What the kernels call the form in which weights of this scheme are kept."""
+    if isinstance(storage, Rounding):
+        storage.check(spec, scheme)
+        return panel_format(storage.scheme) or "float32"
     if storage is None:
         element = scheme.element if scheme.block is not None or scheme.is_float else ""
         return element if element in BLOCK_TYPES else panel_format(scheme) or _STORAGES.get(element, "float32")
@@ -162,17 +183,23 @@ def _kept_as(spec: MatrixSpec, storage: str | None, scheme: Scheme) -> str:
     return storage
 
 
+def _rounds_to_bytes(spec: MatrixSpec, scheme: Scheme) -> bool:
+    return spec.target.activations == "int8" and integer_bits(scheme.element) is not None
+
+
 class Stored(Quantization):
     """Weights keep the format they have in the checkpoint, if there are kernels for it."""
 
     name = "stored"
     rounds_activations = True
-    storage: str | None = None
-    table_storage: str | None = None
+    storage: Storage = None
+    table_storage: Storage = None
+    rounding: Rounding | None = None
+    """To what float weights are rounded on GPUs; None: they stay as they are stored."""
 
     def on(self, target: Target) -> Quantization:
-        elsewhere = PackedWeights()
-        return elsewhere if self.storage is None and elsewhere.refuses(target) is None else self
+        elsewhere = PackedWeights(self.name, self.rounding)
+        return elsewhere if elsewhere.serves(target) else self
 
     def refuses(self, target: Target) -> str | None:
         if target.platform not in KERNELS.platforms:
@@ -193,17 +220,3 @@ class Stored(Quantization):
 
     def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
         return PackedGrouped(spec, self.storage)
-
-
-class Int8(Stored):
-    """Float weights become integers of 8 bits with a scale for each 32 of them."""
-
-    name = "int8"
-    storage = table_storage = "int8"
-
-
-class Int4(Stored):
-    """Integers of 4 bits with a scale and a minimum for each 32; tables and heads, which suffer most, have 8 bits."""
-
-    name = "int4"
-    storage, table_storage = "int4", "int8"

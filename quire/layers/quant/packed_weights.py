@@ -14,16 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.packed import CHUNK, E4M3, MANY_SLOTS, PackedWeight, pack_codes
-from quire.layers.quant.base import GroupedMethod, Joined, LinearMethod, MatrixSpec, Quantization, Shared
+from quire.layers.quant.base import (
+    GroupedMethod,
+    Joined,
+    LinearMethod,
+    MatrixMethod,
+    MatrixSpec,
+    Quantization,
+    Shared,
+)
+from quire.layers.quant.fp8 import Fp8Linear
 from quire.layers.quant.panels import check_numbers, integer_bits
 from quire.layers.quant.plain import Plain
+from quire.layers.quant.rounding import Rounding, has_fp8_rows
+from quire.layers.quant.unpacked import UnpackedLinear
 from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
-from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
-from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
+from quire.ops.fp8 import LINEAR_FP8
+from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.split_k import PartialSums
-from quire.types.errors import CheckpointError
+from quire.types.errors import CheckpointError, ConfigError
 
 _MAX_EXPONENT = 127 + 64  # as stored, of scales that are powers of two
 _MIDDLE = 8  # the code of 4-bit integers that stands for 0, where no other is said
@@ -75,10 +86,10 @@ def packed_form(in_features: int, schemes: Sequence[Scheme]) -> PackedForm | Non
 class PackedStore:
     """[count, outputs, in_features] in codes, filled piece by piece."""
 
-    def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
+    def __init__(self, spec: MatrixSpec, form: PackedForm, rounding: Rounding | None) -> None:
         lines = (spec.count, spec.out_features)
         groups = (*lines, spec.in_features // form.group)
-        self.spec, self.form = spec, form
+        self.spec, self.form, self.rounding = spec, form, rounding
         self.codes = empty_parameter(*lines, spec.in_features // form.per_byte, dtype=form.codes)
         self.scales = empty_parameter(*groups, dtype=form.scales)
         self.zeros = empty_parameter(*groups, dtype=torch.uint8) if form.has_zeros else None
@@ -98,8 +109,10 @@ class PackedStore:
 
     def load(self, index: int, piece: int, rows: Weight) -> None:
         """Piece number `piece` of matrix number `index`."""
-        assert isinstance(rows, StoredMatrix), "the form was chosen by the scheme"
         device, start = self.codes.device, sum(self.spec.pieces[:piece])
+        if self.rounding is not None:
+            rows = self.rounding.stored(self.spec, rows, device)
+        assert isinstance(rows, StoredMatrix), "the form was chosen by the scheme"
         here = (index, slice(start, start + rows.shape[0]))
         rows, form = rows.plain(), self.form
         scheme, shape = rows.scheme, (rows.shape[0], rows.shape[1])
@@ -133,13 +146,31 @@ class PackedStore:
             self.minima.data[here] = minima
 
 
-class PackedWeightLinear(LinearMethod):
+class _Packed(MatrixMethod):
     codes: nn.Parameter
 
-    def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
+    def __init__(self, spec: MatrixSpec, form: PackedForm, rounding: Rounding | None = None) -> None:
         super().__init__(spec)
-        self._store = PackedStore(spec, form)
+        self._store = PackedStore(spec, form, rounding)
         self._store.register(self)
+
+    @property
+    def kept(self) -> str:
+        return self._store.form.name
+
+    @property
+    def arithmetic(self) -> str:
+        return f"unpacked in the kernel, activations in {str(self.spec.target.dtype).removeprefix('torch.')}"
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        if self._store.rounding is not None:
+            self._store.rounding.check(self.spec, *schemes)
+        return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)
+
+
+class PackedWeightLinear(_Packed, LinearMethod):
+    def __init__(self, spec: MatrixSpec, form: PackedForm, rounding: Rounding | None = None) -> None:
+        super().__init__(spec, form, rounding)
         self._product = PACKED_LINEAR.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
@@ -151,13 +182,6 @@ class PackedWeightLinear(LinearMethod):
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         return lambda x: self._product(x, self._store.weight, self.bias, activation)
 
-    @property
-    def kept(self) -> str:
-        return self._store.form.name
-
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        return self._store.form.num_bytes(1, self.spec.out_features, self.spec.in_features)
-
     def decodes(self, scheme: Scheme) -> bool:
         return False
 
@@ -168,13 +192,9 @@ class PackedWeightLinear(LinearMethod):
         return self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
 
 
-class PackedWeightGrouped(GroupedMethod):
-    codes: nn.Parameter
-
-    def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
-        super().__init__(spec)
-        self._store = PackedStore(spec, form)
-        self._store.register(self)
+class PackedWeightGrouped(_Packed, GroupedMethod):
+    def __init__(self, spec: MatrixSpec, form: PackedForm, rounding: Rounding | None = None) -> None:
+        super().__init__(spec, form, rounding)
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
 
     @property
@@ -201,13 +221,6 @@ class PackedWeightGrouped(GroupedMethod):
 
         return multiply
 
-    @property
-    def kept(self) -> str:
-        return self._store.form.name
-
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)
-
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Of long prompts all experts are unpacked, as PackedWeightLinear's matrix is."""
         spec, rows = self.spec, super().workspace_bytes(num_tokens, top_k)
@@ -220,23 +233,41 @@ class PackedWeightGrouped(GroupedMethod):
 
 
 class PackedWeights(Quantization):
-    name = "stored"
     any_dtype = True
     _plain = Plain()
 
-    def refuses(self, target: Target) -> str | None:
-        reasons = [implementation.refuses(target) for implementation in PACKED_LINEAR.implementations]
-        return None if None in reasons else f"it {reasons[0]}; leave --quantization out"
+    def __init__(self, name: str = "stored", rounding: Rounding | None = None) -> None:
+        """`rounding`: to what float weights are rounded; None: weights stay as they are stored."""
+        self.name, self._rounding = name, rounding
+
+    def serves(self, target: Target) -> bool:
+        return any(implementation.refuses(target) is None for implementation in PACKED_LINEAR.implementations)
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
-        form = packed_form(spec.in_features, schemes) if spec.role == "linear" else None
-        return self._plain.method(spec, schemes) if form is None else PackedWeightLinear(spec, form)
+        if spec.role != "linear":
+            return self._plain.method(spec, schemes)
+        has_fp8 = schemes and all(has_fp8_rows(scheme) and scheme.activations != "none" for scheme in schemes)
+        if has_fp8 and self._rounding is None and LINEAR_FP8.bind(spec.target) is not LINEAR_FP8.reference:
+            return Fp8Linear(spec)
+        form = self._form(spec, schemes)
+        if form is not None and (self._rounding is None or self.serves(spec.target)):
+            return PackedWeightLinear(spec, form, self._rounding)
+        return self._plain.method(spec, schemes) if self._rounding is None else UnpackedLinear(spec, self._rounding)
 
     def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
         # The outputs of one layer of experts are the inputs of the other: both are kept alike, for kernels to join.
-        form = packed_form(spec.in_features, schemes)
-        fits = form is not None and not any(size % CHUNK for size in spec.pieces)
-        return PackedWeightGrouped(spec, form) if form is not None and fits else self._plain.grouped(spec, schemes)
+        form = self._form(spec, schemes)
+        if form is not None and not any(size % CHUNK for size in spec.pieces):
+            return PackedWeightGrouped(spec, form, self._rounding)
+        if self._rounding is None:
+            return self._plain.grouped(spec, schemes)
+        raise ConfigError(
+            f"quantization is {self.name!r} but the experts of {spec.path} have {spec.in_features} inputs and"
+            f" {spec.pieces[0]} outputs, which are not both multiples of {CHUNK}; leave --quantization out"
+        )
+
+    def _form(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> PackedForm | None:
+        return packed_form(spec.in_features, schemes if self._rounding is None else [self._rounding.scheme])
 
 
 def _kind(scheme: Scheme, in_features: int) -> str | None:

@@ -33,7 +33,9 @@ def panel_format(scheme: Scheme) -> str | None:
         return None
     has_minima = stored_zeros or "minima" in dict(scheme.roles)
     if bits > 4:
-        return _if_divides(scheme, 32, "code8_min_f32") if has_minima else _if_divides(scheme, 16, "code8_f32")
+        if has_minima:
+            return _if_divides(scheme, 32, "code8_min_f32")
+        return _if_divides(scheme, 32, "code8_32") or _if_divides(scheme, 16, "code8_f32")
     around8 = scheme.element == "INT4" or implied == 8.0
     if around8 and scheme.scales.dtype == torch.float16 and scheme.second_scale == "none":
         return _if_divides(scheme, 32, "code4")
@@ -65,7 +67,7 @@ def panel_parts(matrix: StoredMatrix, path: str) -> tuple[str, Tensor, Tensor, T
         codes, zeros = codes ^ 8, zeros + 8.0
     if format == "code4":
         return format, codes, scales, None, order
-    if format == "code8_f32":
+    if format in ("code8_f32", "code8_32"):
         return format, codes.int() - int(zeros), scales, None, order
     shift = 128 if scheme.element == "UINT8" else 0
     grid = zeros if isinstance(zeros, float) else scheme.per_columns(zeros, shape, group)

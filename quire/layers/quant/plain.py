@@ -19,12 +19,12 @@ from quire.layers.quant.base import (
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
-from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
 from quire.ops.lora import LINEAR_SHRINKING
+from quire.ops.select import EMBED
 from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
@@ -114,6 +114,8 @@ class PlainGrouped(GroupedMethod):
         super().__init__(spec)
         self.weight = empty_parameter(spec.count, spec.out_features, spec.in_features, dtype=spec.target.dtype)
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
+        if self.backend == "torch":
+            self._gate_up, self._down = GROUPED_GATE_UP.reference, GROUPED_DOWN.reference
 
     @property
     def backend(self) -> str:
@@ -150,9 +152,6 @@ class PlainGrouped(GroupedMethod):
 
 class Plain(Quantization):
     name = "none"
-
-    def refuses(self, target: Target) -> str | None:
-        return None
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
         return PlainTable(spec) if spec.role == "table" else PlainLinear(spec)

@@ -22,10 +22,10 @@ METHODS: Registry[type[Quantization]] = Registry(
     {
         "none": "plain:Plain",
         "stored": "packed:Stored",
-        "int8": "packed:Int8",
-        "int4": "packed:Int4",
-        "fp8": "fp8:Fp8",
-        "mxfp4": "mxfp4:Mxfp4",
+        "int8": "online:Int8",
+        "int4": "online:Int4",
+        "fp8": "online:Fp8",
+        "mxfp4": "online:Mxfp4",
         "unpacked": "unpacked:Unpacked",
     },
 )

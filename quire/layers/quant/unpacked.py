@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
-from quire.layers.quant.fp8 import Fp8Linear, has_fp8_rows
+from quire.layers.quant.fp8 import Fp8Linear
 from quire.layers.quant.plain import Plain
+from quire.layers.quant.rounding import Rounding, has_fp8_rows
 from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight, as_tensor
-from quire.ops.base import Target
 from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED
 
@@ -24,13 +24,14 @@ _KEPT: tuple[Role, ...] = ("weight", "scales", "zeros", "second_scale", "group_i
 class UnpackedLinear(LinearMethod):
     """One stored matrix per piece, each in its own scheme; plain pieces and GGUF blocks are in the model's dtype."""
 
-    def __init__(self, spec: MatrixSpec) -> None:
+    def __init__(self, spec: MatrixSpec, rounding: Rounding | None = None) -> None:
         super().__init__(spec)
-        self._device = torch.get_default_device()
+        self._device, self._rounding = torch.get_default_device(), rounding
         self._pieces: dict[int, Weight] = {}
         self._product = LINEAR_TRANSPOSED.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
+        rows = rows if self._rounding is None else self._rounding.stored(self.spec, rows, self._device)
         if isinstance(rows, StoredMatrix) and not self.decodes(rows.scheme):
             tensors = {
                 role: self._keep(f"{role}{piece}", _as_kept(rows.scheme, role, tensor))
@@ -53,9 +54,16 @@ class UnpackedLinear(LinearMethod):
 
     @property
     def kept(self) -> str:
-        return "stored codes, unpacked for each matmul"
+        return "stored codes"
+
+    @property
+    def arithmetic(self) -> str:
+        return "unpacked for each matmul"
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        if self._rounding is not None:
+            self._rounding.check(self.spec, *schemes)
+            schemes = [self._rounding.scheme] * len(schemes)
         sizes = zip(self.spec.pieces, schemes, strict=True)
         return sum(self._kept_bytes(scheme, (size, self.spec.in_features)) for size, scheme in sizes)
 
@@ -93,9 +101,6 @@ def _as_kept(scheme: Scheme, role: Role, tensor: Tensor) -> Tensor:
 class Unpacked(Quantization):
     name = "unpacked"
     _plain = Plain()
-
-    def refuses(self, target: Target) -> str | None:
-        return None
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
         if spec.role != "linear" or all(scheme.is_float for scheme in schemes):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quire.layers.rope.frequencies import ROPE_TYPES
 from quire.layers.rope.parameters import QueryTemperature, RopeParameters, choice_by_length
-from quire.layers.rope.registry import ROPE_TYPES
 from quire.ops.base import Target
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
-from quire.platform.host import HOST
+from quire.platform.base import HOST
 
 NUM_AXES = 3  # time, height and width
 

@@ -1,15 +1,19 @@
 """Inverse frequencies of each RoPE type. A function takes the parameters and the longest sequence that will be
-served, and returns the frequencies [rotary_dim / 2] and the factor on cos and sin."""
+served, and returns the frequencies [rotary_dim / 2] and the factor on cos and sin. Adding a type is a function of the
+same shape and one line of ROPE_TYPES.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quire.layers.rope.parameters import RopeParameters
 from quire.types.errors import ModelError
+from quire.utils.registry import Registry
 
 Frequencies = tuple[Tensor, float]
 
@@ -29,6 +33,18 @@ def dynamic(rope: RopeParameters, max_model_len: int) -> Frequencies:
     exponent = rope.rotary_dim / (rope.rotary_dim - 2)
     theta = rope.theta * (factor * stretch - (factor - 1)) ** exponent
     return 1.0 / _wavelengths(rope, theta), 1.0
+
+
+def ntk(rope: RopeParameters, max_model_len: int) -> Frequencies:
+    """Fixed NTK scaling (GTE): of a larger base, or with `mixed_b` by a factor that grows with the frequency's index.
+
+    https://kexue.fm/archives/9706, equations 6 and 10 to 13.
+    """
+    factor, count = rope.required("factor"), rope.rotary_dim // 2
+    if rope.mixed_b is None:
+        return 1.0 / (_wavelengths(rope, rope.theta * factor) * factor ** (1 / count)), 1.0
+    growth = math.log(factor) / count**rope.mixed_b * torch.arange(1, count + 1, dtype=torch.float32) ** rope.mixed_b
+    return default(rope, max_model_len)[0] / growth.exp(), 1.0
 
 
 def llama3(rope: RopeParameters, max_model_len: int) -> Frequencies:
@@ -92,3 +108,18 @@ def _yarn_attention_factor(rope: RopeParameters, factor: float) -> float:
 def yarn_magnitude(factor: float, weight: float) -> float:
     """What scores of a context that is `factor` times as long are scaled by, as the root."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+ROPE_TYPES: Registry[Callable[[RopeParameters, int], Frequencies]] = Registry(
+    "rope type",
+    "quire.layers.rope",
+    {
+        "default": "frequencies:default",
+        "linear": "frequencies:linear",
+        "dynamic": "frequencies:dynamic",
+        "ntk": "frequencies:ntk",
+        "llama3": "frequencies:llama3",
+        "yarn": "frequencies:yarn",
+        "longrope": "frequencies:longrope",
+    },
+)

@@ -25,6 +25,7 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    mixed_b: float | None = None  # of NTK scaling
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
@@ -58,6 +59,7 @@ _OPTIONAL_KEYS = (
     "mscale",
     "mscale_all_dim",
     "truncate",
+    "mixed_b",
     "low_freq_factor",
     "high_freq_factor",
 )

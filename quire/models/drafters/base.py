@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -20,8 +19,7 @@ from quire.layers.rope.embedding import rotary_embedding
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.blocks import DecoderLayer
 from quire.models.config import DecoderConfig
-from quire.models.decoder import DecoderLM
-from quire.models.kinds import MIXERS
+from quire.models.decoder import DecoderLM, described
 from quire.ops.grouped import ADD_SHARED
 from quire.ops.select import JOIN_COLUMNS
 
@@ -60,21 +58,24 @@ class DraftHead(Model):
 
     @classmethod
     def describe(cls, config: dict[str, Any]) -> ModelDescription:
-        layer = cls.layer_config(config)
-        kept = (MIXERS.get(name).keeps_all(layer, 0) for name in layer.mixers)
-        return ModelDescription(
-            vocab_size=layer.vocab_size,
-            hidden_size=layer.hidden_size,
-            num_layers=1,
-            max_position_embeddings=layer.max_position_embeddings,
-            layers=tuple(chain.from_iterable(kept)),
-        )
+        return described(cls.layer_config(config))
 
     def run_layer(self, hidden: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """The residual stream that leaves its layer."""
         rotation = None if self.rotary is None else self.rotary(positions)
-        added, residual = self.layer(hidden, None, rotation, batch, batch.wanted)
+        added, residual = self.layer(hidden, None, rotation, batch)
         return self._add(whole(added), residual, None)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """`inputs_embeds` are the hidden states before the tokens."""
+        assert inputs_embeds is not None
+        return self.run_layer(self.read(self._embed(input_ids), inputs_embeds), positions, batch)
+
+    def read(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """What its layer reads of tokens and of hidden states, [n, hidden] each."""
+        raise AssertionError("a head that does not read them by itself runs its layer by itself")
 
     def joined(self, first: Tensor, second: Tensor, project: Linear) -> Tensor:
         """A projection of two vectors of each token, side by side."""

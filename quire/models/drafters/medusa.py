@@ -32,14 +32,7 @@ class Medusa(Model):
             for _ in range(num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            LMHead(
-                HeadProjection(width, vocab_size, bias=False, target=ctx.target, group=ctx.group),
-                logit_divisor=None,
-                logit_soft_cap=None,
-                target=ctx.target,
-                group=ctx.group,
-            )
-            for _ in range(num_heads)
+            LMHead(HeadProjection(width, vocab_size, bias=False, **ctx.split), **ctx.split) for _ in range(num_heads)
         )
         names = {"medusa_heads.": ""}
         for head in range(num_heads):  # as its authors publish it, and as vLLM converts it
@@ -57,7 +50,7 @@ class Medusa(Model):
         num_layers = config.get("medusa_num_layers") or config.get("num_hidden_layers") or 1
         if not num_heads:
             raise ModelError('the config of Medusa heads has no "medusa_num_heads" (or "num_heads")')
-        bias = bool(config.get("medusa_fc_bias", "medusa_num_heads" in config))
+        bias = bool(config.get("fc_bias", True))
         return cls(int(num_heads), int(num_layers), (config["hidden_size"], config["vocab_size"]), ctx, bias)
 
     @classmethod

@@ -9,16 +9,19 @@ from quire.utils.registry import Registry
 HEADS: Registry[type[Model]] = Registry(
     "draft head",
     "quire.models.drafters",
-    {"eagle": "eagle:Eagle", "eagle3": "eagle3:Eagle3", "medusa": "medusa:Medusa"},
+    {"eagle": "eagle:Eagle", "eagle3": "eagle:Eagle3", "medusa": "medusa:Medusa"},
 )
 MTP_MODULES: Registry[type[DraftHead]] = Registry(
     "target of speculative method mtp",
     "quire.models.drafters",
     {
         "DeepseekV3ForCausalLM": "mtp:Mtp",
+        "DeepseekV32ForCausalLM": "mtp:DeepseekV32Mtp",
         "Glm4MoeForCausalLM": "mtp:Glm4MoeMtp",
-        "Qwen3NextForCausalLM": "qwen3_next_mtp:Qwen3NextMtp",
-        "Qwen3_5ForCausalLM": "qwen3_next_mtp:Qwen35Mtp",
-        "Qwen3_5MoeForCausalLM": "qwen3_next_mtp:Qwen35MoeMtp",
+        "Glm4MoeLiteForCausalLM": "mtp:Glm4MoeLiteMtp",
+        "GlmMoeDsaForCausalLM": "mtp:GlmMoeDsaMtp",
+        "Qwen3NextForCausalLM": "mtp:Qwen3NextMtp",
+        "Qwen3_5ForCausalLM": "mtp:Qwen35Mtp",
+        "Qwen3_5MoeForCausalLM": "mtp:Qwen35MoeMtp",
     },
 )

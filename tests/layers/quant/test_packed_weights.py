@@ -13,10 +13,10 @@ from torch import Tensor
 from quire.layers.experts import GroupedDown, GroupedGateUp
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.quant.base import MatrixSpec
-from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
 from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, PackedWeights, packed_form
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
-from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
+from quire.layers.quant.registry import choose_grouped, choose_quantization
+from quire.layers.quant.rounding import MXFP4, round_to_mxfp4
 from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
 from quire.loader.gguf_quants import SCHEMES as GGUF_SCHEMES
 from quire.ops.base import Target
@@ -152,7 +152,7 @@ def test_experts(bias: bool) -> None:
         matrices = [round_to_mxfp4(torch.randn(rows, columns, generator=generator)) for _ in range(experts)]
         tensors = {role: torch.stack([each.tensors[role] for each in matrices]) for role in matrices[0].tensors}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PackedWeights, "refuses", lambda self, target: None)
+            patch.setattr(PackedWeights, "serves", lambda self, target: True)
             layer.allocate("experts", {("weight", None): MXFP4})
         layer.load("weight", None, StoredMatrix(MXFP4, (experts, rows, columns), tensors))
         values = torch.randn(experts, rows, generator=generator)
@@ -189,6 +189,7 @@ NVFP4 = Scheme(
     roles=(*ROLES, ("second_scale", "g")),
 )
 FP8_BLOCKS = Scheme("E4M3", scales=ScaleGrid(128, 128, torch.float32), activations="per_group", roles=ROLES)
+FP8_MATRIX = Scheme("E4M3", scales=ScaleGrid(None, None, torch.float32), roles=ROLES)
 ROW_SCALES = Scheme("INT8", scales=ScaleGrid(1, None, torch.float32), roles=ROLES)
 
 
@@ -220,9 +221,10 @@ def nvfp4(rows: int, seed: int) -> StoredMatrix:
     [
         (nvfp4, 4.5 + 32 / WIDTH),
         (lambda rows, seed: eight_bits(FP8_BLOCKS, rows, seed), 8.25),
+        (lambda rows, seed: eight_bits(FP8_MATRIX, rows, seed), 8 + 32 / WIDTH),
         (lambda rows, seed: eight_bits(ROW_SCALES, rows, seed), 8 + 32 / WIDTH),
     ],
-    ids=["nvfp4", "fp8 blocks", "int8"],
+    ids=["nvfp4", "fp8 blocks", "fp8 with a scale for each piece", "int8"],
 )
 def test_floats_and_bytes_stay_packed(make: Callable[[int, int], StoredMatrix], bits: float) -> None:
     """Merged pieces keep second-level scales of their own."""
@@ -284,32 +286,3 @@ def test_unpacked_experts_of_long_prompts_are_in_the_ledger(tokens: int, determi
     assert isinstance(method, PackedWeightGrouped)
     rows = tokens * 2 * (64 + 128) * 2
     assert method.workspace_bytes(tokens, 2) == rows + unpacked * 4 * 128 * 64 * 2
-
-
-def test_float_experts_are_rounded_while_they_are_loaded() -> None:
-    spec = MatrixSpec(64, (128,), False, Target(quantization="mxfp4"), "experts", "grouped", 2)
-    method = choose_grouped(spec, [F32, F32])
-    assert isinstance(method, PackedWeightGrouped)
-    weights = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(0))
-    for expert in range(2):
-        method.load(expert, 0, weights[expert])
-    planned = method.planned_bytes([F32, F32])
-    assert method.num_bytes == planned == 2 * 128 * 64 * 4.25 / 8
-    ids, one = torch.tensor([[0], [1]], dtype=torch.int32).repeat_interleave(64, 0), torch.ones(128, 1)
-    found = method.down(torch.eye(64).repeat(2, 1).unsqueeze(1), ids, one).view(2, 64, 128).transpose(1, 2)
-    assert torch.equal(found, torch.stack([round_to_mxfp4(weight).tensor() for weight in weights]))
-    with pytest.raises(ConfigError, match=r"experts is quantized already .its weights are E2M1"):
-        method.planned_bytes([MXFP4, MXFP4])
-    with pytest.raises(ConfigError, match=r"the experts of experts have 64 inputs and 96 outputs"):
-        choose_grouped(replace(spec, pieces=(96,)), [F32, F32])
-
-
-@needs_triton
-def test_float_matrices_are_rounded_to_what_kernels_multiply_by() -> None:
-    method = choose_method(MatrixSpec(64, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert isinstance(method, PackedWeightLinear)
-    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    method.load(0, weight)
-    assert torch.equal(method._store.weight.unpacked()[0], round_to_mxfp4(weight).tensor())
-    odd = choose_method(MatrixSpec(32, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert not isinstance(odd, PackedWeightLinear), "half a chunk"

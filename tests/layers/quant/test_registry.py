@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import ClassVar
 
 import pytest
@@ -99,9 +100,10 @@ class ByLayer(Quantization):
         return Plain().method(spec, schemes)
 
 
-def test_a_method_is_chosen_by_path_role_and_the_schemes_of_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
-    monkeypatch.setattr(METHODS, "_resolved", {"by_layer": ByLayer})
+def test_a_method_is_chosen_by_path_role_and_the_schemes_of_the_pieces(
+    monkeypatch: pytest.MonkeyPatch, contexts: ExitStack
+) -> None:
+    contexts.enter_context(METHODS.with_entries({"by_layer": ByLayer}))
     monkeypatch.setattr(ByLayer, "asked", {})
     config = {
         "architectures": ["LlamaForCausalLM"],

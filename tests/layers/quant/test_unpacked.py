@@ -7,7 +7,8 @@ import torch
 
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.quant.base import MatrixSpec
-from quire.layers.quant.fp8 import Fp8Linear, has_fp8_rows
+from quire.layers.quant.fp8 import Fp8Linear
+from quire.layers.quant.rounding import has_fp8_rows
 from quire.layers.quant.unpacked import UnpackedLinear
 from quire.layers.scheme import TABLES, StoredMatrix, as_tensor, float_scheme
 from quire.loader.hub import resolve_model

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.layers.rope.frequencies import ROPE_TYPES
 from quire.layers.rope.parameters import RopeParameters, rope_parameters
-from quire.layers.rope.registry import ROPE_TYPES
 from quire.types.errors import ModelError, UnknownNameError
 
 

@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/append.py."""
+"""Inputs of the ops in quire/ops/step.py."""
 
 from __future__ import annotations
 

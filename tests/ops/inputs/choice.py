@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/choice.py."""
+"""Inputs of the ops in quire/ops/draw.py."""
 
 from __future__ import annotations
 

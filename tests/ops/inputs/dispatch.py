@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/dispatch.py."""
+"""Inputs of the ops in quire/ops/routing.py."""
 
 from __future__ import annotations
 

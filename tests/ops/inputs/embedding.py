@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/embedding.py."""
+"""Inputs of the ops in quire/ops/select.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/index.py."""
+"""Inputs of the ops in quire/ops/latent.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/keep_allowed.py."""
+"""Inputs of the ops in quire/ops/shaping.py."""
 
 from __future__ import annotations
 

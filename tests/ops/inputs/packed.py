@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/packed.py."""
+"""Inputs of the ops in quire/ops/grouped.py."""
 
 from __future__ import annotations
 

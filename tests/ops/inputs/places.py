@@ -1,11 +1,11 @@
-"""Inputs of the ops in quire/ops/places.py."""
+"""Inputs of the ops in quire/ops/encoder.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quire.ops.places import TYPE_SHIFT, mark_second
+from quire.ops.encoder import TYPE_SHIFT, mark_second
 
 
 def generate_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

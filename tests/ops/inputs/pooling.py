@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/pooling.py."""
+"""Inputs of the ops in quire/ops/encoder.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.pooling import TILE
+from quire.ops.encoder import TILE
 
 
 def generate_prompts(seed: int) -> tuple[Tensor, list[int], list[int]]:

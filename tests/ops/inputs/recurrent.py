@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/recurrent.py."""
+"""Inputs of the ops in quire/ops/recurrent.py. No token waits to be folded: implementations leave equal states."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _recurrent(seed: int, shape: StateShape) -> tuple[torch.Generator, StatePlac
 
 
 def generate_delta(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 4, 2, 16, 16 * (1 + seed % 2), 16 if seed % 3 == 0 else 1)
+    shape = StateShape(8, 2, 4, 2, 16, 16 * (1 + seed % 2), 16 if seed % 3 == 0 else 1, waiting=1)
     generator, places, count, cache = _recurrent(seed, shape)
     sizes = (2 * 32 + 4 * shape.value_dim, 4 * shape.decay_dim, 4)
     qkv, decay, strength = (torch.randn(count, size, generator=generator) for size in sizes)
@@ -57,15 +57,15 @@ def generate_delta(seed: int) -> tuple[object, ...]:
 
 
 def generate_state_space(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 4, 1 + seed % 2, 16 * (1 + seed % 2), 8)
+    shape = StateShape(8, 2, 4, 1 + seed % 2, 16 * (1 + seed % 2), 8 * (1 + seed // 2 % 2), waiting=1)
     generator, places, count, cache = _recurrent(seed, shape)
-    xbc = torch.randn(count, 32 + 2 * shape.num_key_heads * shape.key_dim, generator=generator)
+    xbc = torch.randn(count, 4 * shape.value_dim + 2 * shape.num_key_heads * shape.key_dim, generator=generator)
     dt, vectors = torch.randn(count, 4, generator=generator), torch.rand(3, 4, generator=generator)
     return xbc, dt, vectors[0], -vectors[1], vectors[2], (0.0, 1.5), cache, places, shape
 
 
 def generate_scan(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 24, 1, 16, 1, 16)
+    shape = StateShape(8, 2, 24, 1, 16, 1, 16, waiting=1)
     generator, places, count, cache = _recurrent(seed, shape)
     x, dt = torch.randn(2, count, 24, generator=generator).unbind(0)
     b, c = torch.randn(2, count, 16, generator=generator).unbind(0)
@@ -74,7 +74,7 @@ def generate_scan(seed: int) -> tuple[object, ...]:
 
 
 def generate_linear(seed: int) -> tuple[object, ...]:
-    shape = StateShape(0, 1, 4, 4, 16, 16)
+    shape = StateShape(0, 1, 4, 4, 16, 16, waiting=1)
     generator, places, count, cache = _recurrent(seed, shape)
     qkv = torch.randn(count, 4 * 48, generator=generator)
     return qkv, torch.rand(4, generator=generator), cache, places, shape

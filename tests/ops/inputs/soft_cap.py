@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/soft_cap.py."""
+"""Inputs of the ops in quire/ops/scale.py."""
 
 from __future__ import annotations
 

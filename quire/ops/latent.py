@@ -1,4 +1,4 @@
-"""The sparse indexer of latent attention: which keys a query attends to."""
+"""What latent attention needs besides attention: a matrix for each head, and the sparse indexer's choice of keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,43 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native, triton
+from quire.ops.base import F32, Op, native, triton, triton_pair
+
+_TILE = 32  # tokens at once, always, so that a token's bits do not depend on how many there are
+GROUP = 32  # codes of an output that share a scale
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, heads, in] times weight [heads, in, out], of any float type -> [n, heads, out] in x's type.
+
+    The last dimension of x is contiguous; the others may lie apart. A weight of int8 has scales, see `with_scales`.
+    """
+    n = x.shape[0]
+    weight = (scaled(weight, x.shape[2]) if weight.dtype == torch.int8 else weight).to(x.dtype)
+    padded = torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, -n % _TILE))
+    out = torch.cat(
+        [torch.bmm(padded[:, start : start + _TILE], weight) for start in range(0, padded.shape[1], _TILE)], dim=1
+    )
+    return out[:, :n].transpose(0, 1).contiguous()
+
+
+def with_scales(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes [.., in, out] int8 and scales [.., in / GROUP, out] -> both in one [.., in + 2 * in / GROUP, out] int8.
+
+    A weight is its code times a float16 that it shares with GROUP neighbours along `in`.
+    """
+    lines = scales.to(torch.float16).contiguous().view(torch.int8)
+    return torch.cat((codes, lines.view(*codes.shape[:-2], -1, codes.shape[-1])), dim=-2)
+
+
+def scaled(weight: Tensor, inner: int) -> Tensor:
+    """What `with_scales` made, as float32 [.., in, out]."""
+    lines = weight[..., inner:, :].flatten(-2).view(torch.float16)
+    scales = lines.view(*weight.shape[:-2], inner // GROUP, weight.shape[-1]).float()
+    return weight[..., :inner, :].float() * scales.repeat_interleave(GROUP, -2)
+
+
+PER_HEAD = Op(per_head, 1e-4, *triton_pair("latent"), native("latent"))
 
 
 def index_scores(products: Tensor, weights: Tensor) -> Tensor:
@@ -61,9 +97,4 @@ def select_keys(
     return slots, counts
 
 
-SELECT_KEYS = Op(
-    "select_keys",
-    select_keys,
-    0.0,
-    (native("select_keys", "index"), triton("select_keys", "index", (torch.float32,))),
-)
+SELECT_KEYS = Op(select_keys, 0.0, native("index"), triton("index", F32))

@@ -1,7 +1,8 @@
-"""Pooling hidden states into vectors: sums in an order that is fixed by the values' places alone.
+"""What encoders compute besides attention: places of tokens, and pooling of hidden states into vectors.
 
-A reduction of torch may add in another order when the batch has another shape. Here a sum is a tree of elementwise
-additions, so that a vector's bits depend on its prompt and on nothing that ran beside it.
+A token's place is its position and, in the bits above, its token type. A reduction of torch may add in another order
+when the batch has another shape. Here a sum is a tree of elementwise additions, so that a vector's bits depend on its
+prompt and on nothing that ran beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,47 @@ from quire.ops.activation import relu, sigmoid
 from quire.ops.base import Op, native, triton
 from quire.platform.transfer import upload
 from quire.types.sampling import Activation
+
+TYPE_SHIFT = 32
+_POSITION = (1 << TYPE_SHIFT) - 1
+
+
+def rows_of_tokens(rows: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
+    """[num_tokens] int64: the row of each token; of padding, the last one."""
+    tokens = torch.arange(num_tokens, device=rows.device, dtype=query_starts.dtype)
+    line = torch.searchsorted(query_starts[1:], tokens, right=True).clamp_(max=rows.shape[0] - 1)
+    return rows[line]
+
+
+def mark_second(index: Tensor, rows: Tensor, query_starts: Tensor, second: Tensor) -> Tensor:
+    """Places [n] of tokens at index [n]: of type 1 from second[row] on, where the row's second text begins.
+
+    rows [r] int64 and query_starts [r + 1] int32 say whose tokens they are; those behind are padding, of type 0.
+    """
+    row = rows_of_tokens(rows, query_starts, index.shape[0])
+    is_token = torch.arange(index.shape[0], device=index.device) < query_starts[-1]
+    return index + (((index >= second[row]) & is_token).long() << TYPE_SHIFT)
+
+
+def positions_of(places: Tensor) -> Tensor:
+    """Places [n] without their types."""
+    return places & _POSITION
+
+
+def add_places(x: Tensor, positions: Tensor | None, types: Tensor | None, places: Tensor, first: int) -> Tensor:
+    """x [n, width] plus the row of each token's type, plus the row of its position; either table may be absent.
+
+    positions [m, width], of which row `first` is that of position 0; types [k, width]; places [n] int64.
+    """
+    if types is not None:
+        x = x + types.index_select(0, places >> TYPE_SHIFT)
+    return x if positions is None else x + positions.index_select(0, (places & _POSITION) + first)
+
+
+MARK_SECOND = Op(mark_second, 0.0, native("encoder"))
+ADD_PLACES = Op(add_places, 0.0, triton("encoder"), native("encoder"))
+POSITIONS_OF = Op(positions_of, 0.0, native("encoder"))
+
 
 TILE = 64  # tokens of a partial sum, at absolute positions
 _SMALLEST_NORM = 1e-12
@@ -65,9 +107,7 @@ def prompt_sums(hidden: Tensor, starts: Sequence[int], counts: Sequence[int]) ->
     return total
 
 
-PROMPT_SUMS = Op(
-    "prompt_sums", prompt_sums, 0.0, (triton("prompt_sums", "encoder"), native("prompt_sums", "encoder"))
-)
+PROMPT_SUMS = Op(prompt_sums, 0.0, triton("encoder"), native("encoder"))
 
 
 def normalized(vectors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a convolution over queries, keys and values, the gated delta rule, a gated norm."""
+"""The mixers of Qwen3-Next: attention with gates on what heads give, and Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -6,20 +6,60 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import Rotation
-from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import Passed, whole
 from quire.layers.linear import ReorderedLinear
 from quire.layers.state import rows_of_heads
 from quire.models.base import BuildContext
+from quire.models.blocks import AttentionBlock
 from quire.models.config import DecoderConfig, RecurrentConfig
 from quire.models.recurrent import GatedNorm, RecurrentMixer
-from quire.ops.recurrent import GATED_DELTA, SHORT_CONV
+from quire.ops.recurrent import COMPACT, GATE, GATED_DELTA, SHORT_CONV
+from quire.ops.select import GATHER_ROWS
 from quire.ops.states import StateShape
+
+
+class GatedAttention(AttentionBlock):
+    """Heads' results are multiplied by the sigmoid of gates, which the query projection gives too."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
+        heads, width, of_keys = config.num_heads, config.head_dim, (config.num_kv_heads, config.head_dim)
+        first, count = ctx.group.slice_of(heads, "attention heads")
+        # Of each head the query and then the gate, in checkpoints; here all gates and then all queries.
+        rows = torch.arange(2 * heads * width, device="cpu").view(heads, 2, -1)[first : first + count]
+        kept = rows_of_heads(ctx.group, of_keys)
+        self.qkv_proj = ReorderedLinear(
+            config.hidden_size,
+            {"q_proj": 2 * heads * width, "k_proj": of_keys[0] * width, "v_proj": of_keys[0] * width},
+            {"q_proj": rows.flip(1).transpose(0, 1).flatten(), "k_proj": kept, "v_proj": kept},
+            bias=config.qkv_bias,
+            target=ctx.target,
+        )
+        self._width = count * width
+        self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
+        self._compact = COMPACT.bind(ctx.target)
+
+    def settle(self) -> None:
+        return None
+
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
+        projected = whole(self.qkv_proj(hidden))
+        gates, qkv = projected[:, : self._width], projected[:, self._width :]
+        normed, head_norm = self.qk_norm(self._compact(qkv))
+        mixed = self.attention(normed, head_norm, rotation, batch)
+        if batch.wanted is not None:
+            gates = self._gather_rows(self._compact(gates), batch.wanted.tokens)
+        out: Passed = self.o_proj(self._gate(mixed, gates))
+        return out
+
 
 _Rows = tuple[int, Tensor | None]  # of a checkpoint's matrix: how many it has, and which of them this rank keeps
 
 
 class GatedDelta(RecurrentMixer):
+    """A convolution over queries, keys and values, the gated delta rule, a gated norm."""
+
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
         kind, full = self.kind, self.full
@@ -57,15 +97,13 @@ class GatedDelta(RecurrentMixer):
         channels = 2 * kind.num_key_heads * kind.key_dim + kind.num_heads * kind.value_dim
         return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
 
-    def forward(
-        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Passed:
+    def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         qkv, gate, strength, decay = whole(self.in_proj(hidden)).split(self._sizes, dim=-1)
         state = self.state
         place = (state.cache, state.places(batch), state.shape)
         qkv = self._conv(qkv, self.conv1d.weight, self.conv1d.bias, True, *place)
         mixed = self.gated_norm(self._delta(qkv, decay, strength, self.A_log, self.dt_bias, *place), gate)
-        out: Passed = self.out_proj(state.of_wanted(mixed, wanted, batch))
+        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
         return out
 
 
