@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.ops.base import Implementation, Op
 from quire.ops.split_k import sum_of
-from quire.platform.host import HOST
+from quire.platform.base import HOST
 from tests.kernels.device import DEVICE, HAS_TRITON, NATIVE
 from tests.ops.inputs import INPUTS, OPS
 

@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t LINE = 64, MOST_RANKS = 63, HEADER = LINE * (MOST_RANKS + 1);
 constexpr int SPINS = 2000;             // some ten microseconds
 constexpr int64_t GRAIN = 16 << 10;     // elements that are worth a thread's attention
+constexpr int64_t WIDE = 256 << 10;     // elements from which on a sum is a reduce-scatter and an all-gather
 constexpr long CHECK_EVERY = 50000000;  // nanoseconds of sleep, after which a wait looks whether it was ended
 
 struct Line {
@@ -87,47 +88,61 @@ bool exchange(const Group& group, uint32_t sequence) {
 
 uint32_t next_sequence(const Group& group) { return group.line(group.rank)->sequence + 1; }
 
-// The sum over ranks [first, first + count) at an element, as a tree that halves the ranks: what a rank sums of its own parts
-// in the same way gives the same bits as more ranks with fewer parts.
-Vec tree(const Group& group, uint32_t sequence, int64_t first, int64_t count, int64_t at, int n) {
-    if (count == 1) return get(group.slot(first, sequence) + at, n);
+// The sum over ranks [first, first + count) at an element of their slots, as a tree that halves the ranks: what a rank sums of its
+// own parts in the same way gives the same bits as more ranks with fewer parts. What is ours need not be read from our slot.
+Vec tree(const Group& group, uint32_t sequence, const float* mine, int64_t first, int64_t count, int64_t at, int64_t i, int n) {
+    if (count == 1) return get(first == group.rank ? mine + i : group.slot(first, sequence) + at + i, n);
     const int64_t half = count / 2;
-    return add(tree(group, sequence, first, half, at, n), tree(group, sequence, first + half, count - half, at, n));
+    return add(tree(group, sequence, mine, first, half, at, i, n),
+               tree(group, sequence, mine, first + half, count - half, at, i, n));
 }
 
-}  // namespace
+// out [count]: the sum of what all ranks have published from element `at` of their slots on; `mine` is what we have there.
+void add_up(const Group& group, uint32_t sequence, const float* mine, int64_t at, float* out, int64_t count) {
+    const float* other = group.size == 2 ? group.slot(1 - group.rank, sequence) + at : nullptr;
+    parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
+            const int n = (int)(count - i < LANES ? count - i : LANES);
+            const Vec sum = other ? add(get(mine + i, n), get(other + i, n)) : tree(group, sequence, mine, 0, group.size, at, i, n);
+            put(out + i, sum, n);
+        }
+    });
+}
 
-void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
-                    int64_t rows, int64_t width) {
-    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
-    const int64_t total = rows * width, most = slot_bytes / (int64_t)sizeof(float);
-    for (int64_t start = 0; start < total; start += most) {
-        const int64_t count = total - start < most ? total - start : most;
+// How many of `most` elements there are from `start` on, where there are `total`.
+int64_t left(int64_t start, int64_t total, int64_t most) {
+    const int64_t count = total - start < most ? total - start : most;
+    return count > 0 ? count : 0;
+}
+
+// Of the sum of x [total] over the ranks the elements [rank * share, (rank + 1) * share), as far as there are so many. A slot has a
+// part for each reader. False if waiting was ended.
+bool scatter_sum(const Group& group, const float* x, float* out, int64_t total, int64_t share) {
+    const int64_t most = group.slot_bytes / (int64_t)sizeof(float) / group.size / LANES * LANES;
+    for (int64_t start = 0; start < share; start += most) {
         const uint32_t sequence = next_sequence(group);
-        std::memcpy(group.slot(rank, sequence), x + start, count * sizeof(float));
-        if (!exchange(group, sequence)) return;
-        const float* other = size == 2 ? group.slot(1 - rank, sequence) : nullptr;  // what is ours need not be read there
-        parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
-                const int n = (int)(count - i < LANES ? count - i : LANES);
-                const Vec sum = other ? add(get(x + start + i, n), get(other + i, n)) : tree(group, sequence, 0, size, i, n);
-                put(out + start + i, sum, n);
-            }
-        });
+        const int64_t wide = left(start, share, most);
+        for (int64_t r = 0; r < group.size; ++r) {
+            const int64_t first = r * share + start, count = r == group.rank ? 0 : left(first, total, wide);
+            if (count) std::memcpy(group.slot(group.rank, sequence) + r * most, x + first, count * sizeof(float));
+        }
+        if (!exchange(group, sequence)) return false;
+        const int64_t first = group.rank * share + start;
+        add_up(group, sequence, x + first, group.rank * most, out + start, left(first, total, wide));
     }
+    return true;
 }
 
-void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
-                       int64_t rows, int64_t width, int64_t share, int64_t total) {
-    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
-    const int64_t most = slot_bytes / (int64_t)sizeof(float);
+void gather(const Group& group, const float* x, float* out, int64_t rows, int64_t width, int64_t share, int64_t total) {
+    const int64_t most = group.slot_bytes / (int64_t)sizeof(float);
     for (int64_t start = 0; start < rows * share; start += most) {
         const uint32_t sequence = next_sequence(group);
-        const int64_t mine = rows * width - start < most ? rows * width - start : most;
-        if (mine > 0) std::memcpy(group.slot(rank, sequence), x + start, mine * sizeof(float));
+        const int64_t mine = left(start, rows * width, most);
+        if (mine) std::memcpy(group.slot(group.rank, sequence), x + start, mine * sizeof(float));
         if (!exchange(group, sequence)) return;
-        for (int64_t r = 0; r < size; ++r) {
+        for (int64_t r = 0; r < group.size; ++r) {
             const int64_t first = r * share, wide = total - first < share ? total - first : share;
+            if (out + first == x) continue;  // it is there
             const float* theirs = group.slot(r, sequence);
             const int64_t end = rows * wide < start + most ? rows * wide : start + most;
             for (int64_t i = start; i < end;) {
@@ -138,6 +153,52 @@ void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_by
             }
         }
     }
+}
+
+}  // namespace
+
+void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                    int64_t rows, int64_t width) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    const int64_t total = rows * width, most = slot_bytes / (int64_t)sizeof(float);
+    if (size > 1 && total >= WIDE) {  // each rank adds up a share, then gets the others'
+        const int64_t share = (total + size - 1) / size, first = rank * share;
+        if (scatter_sum(group, x, out + first, total, share))
+            gather(group, out + first, out, 1, left(first, total, share), share, total);
+        return;
+    }
+    for (int64_t start = 0; start < total; start += most) {
+        const int64_t count = left(start, total, most);
+        const uint32_t sequence = next_sequence(group);
+        std::memcpy(group.slot(rank, sequence), x + start, count * sizeof(float));
+        if (!exchange(group, sequence)) return;
+        add_up(group, sequence, x + start, 0, out + start, count);
+    }
+}
+
+void scatter_rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                             int64_t rows, int64_t share, int64_t width) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    const int64_t held = left(rank * share, rows, share);
+    if (scatter_sum(group, x, out, rows * width, share * width))
+        std::memset(out + held * width, 0, (share - held) * width * sizeof(float));
+}
+
+void gather_rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                            int64_t rows, int64_t share, int64_t width) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    gather(group, x, out, 1, left(rank * share, rows, share) * width, share * width, rows * width);
+}
+
+void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                       int64_t rows, int64_t width, int64_t share, int64_t total) {
+    gather(Group{static_cast<char*>(memory), rank, size, slot_bytes}, x, out, rows, width, share, total);
+}
+
+void own_rows(int64_t rank, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
+    const int64_t first = rank * share, held = left(first, rows, share);
+    if (held) std::memcpy(out, x + first * width, held * width * sizeof(float));
+    std::memset(out + held * width, 0, (share - held) * width * sizeof(float));
 }
 
 // Rows are taken until the slot of some rank is full; all ranks know all routes, so they take the same ones.

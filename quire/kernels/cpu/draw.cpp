@@ -1,4 +1,4 @@
-// The draw of a token within temperature, min_p, top_k and top_p: see ops/draw_within.py, whose tokens it gives.
+// The draw of a token within temperature, min_p, top_k and top_p: see ops/draw.py, whose tokens it gives.
 //
 // The tokens that may be drawn are found first, and noise is made for them alone. Those that cannot matter, being too far
 // below the likeliest one, are never looked at twice.

@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t GRAIN = 8192;   // elements that are worth another thread
 constexpr int TYPE_SHIFT = 32;    // bits of a place that are the position; those above are the token type
 constexpr int64_t POSITION = ((int64_t)1 << TYPE_SHIFT) - 1;
-constexpr int TILE = 64;          // tokens of a partial sum, as in ops/pooling.py
+constexpr int TILE = 64;          // tokens of a partial sum, as in ops/encoder.py
 
 // The sum of `count` rows of N lanes, `stride` apart: halves are added to each other, absent rows being zero.
 inline Vec tile_sum(const float* x, int64_t count, int64_t stride, int n) {

@@ -1,4 +1,4 @@
-"""What encoders do before and behind their layers, see quire/ops/places.py and quire/ops/pooling.py."""
+"""What encoders do before and behind their layers, see quire/ops/encoder.py and quire/ops/encoder.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Which process computes which expert of which token, and what becomes of the results. See ops/dispatch.py.
+// Which process computes which expert of which token, and what becomes of the results. See ops/routing.py.
 #include "kernels.h"
 
 namespace quire {

@@ -1,4 +1,4 @@
-"""Kernels of experts that several processes hold, over tensors. See quire/ops/dispatch.py."""
+"""Kernels of experts that several processes hold, over tensors. See quire/ops/routing.py."""
 
 from __future__ import annotations
 

@@ -20,10 +20,9 @@ static inline Vec exact_gelu(Vec value) {
     return sub(vmax(value, zero()), mul(size, tail));
 }
 
-// x holds `width` gates and then as many values; out = act(gate) * value, or * (value + 1) where both are clamped
-static inline void gate_row(const float* x, float* out, int64_t width, int activation) {
+// out = act(gate) * up, or * (up + 1) where both are clamped
+static inline void gate_parts(const float* gate, const float* up, float* out, int64_t width, int activation) {
     const Vec one = set(1.0f);
-    const float *gate = x, *up = x + width;
     if (activation == CLAMPED_SWIGLU) {
         const Vec most = set(7.0f), least = set(-7.0f), factor = set(-1.702f);
         return map(width, [&](int64_t i, int n) {
@@ -44,6 +43,11 @@ static inline void gate_row(const float* x, float* out, int64_t width, int activ
         if (gelu) inner = mul(inner, fma(mul(g, g), cubic, one));
         put(out + i, mul(div(g, add(exp(inner), one)), get(up + i, n)), n);
     });
+}
+
+// x holds `width` gates and then as many values.
+static inline void gate_row(const float* x, float* out, int64_t width, int activation) {
+    gate_parts(x, x + width, out, width, activation);
 }
 
 }  // namespace QUIRE_NS

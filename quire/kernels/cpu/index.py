@@ -32,7 +32,7 @@ def select_keys(
     starts: Tensor,
     top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """See quire/ops/index.py; query and weights are contiguous."""
+    """See quire/ops/latent.py; query and weights are contiguous."""
     found = select_rows(query, weights, keys, tables, rows, contexts, starts, top_k)
     return found.slots, found.counts
 

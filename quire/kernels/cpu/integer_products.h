@@ -14,7 +14,8 @@ namespace QUIRE_WORDS {
 
 constexpr int64_t MOST_ENCODED = 1 << 20;   // elements of x that are encoded at a time
 constexpr int64_t LEAST_ENCODED = 1 << 13;  // and that are worth a thread's attention
-static_assert(PASS_ROWS <= TILE_ROWS, "what `encode` is compiled for");
+constexpr int INT_WIDTH = INT_PANELS * PANEL, INT_VECS = INT_PANELS * VECS;
+constexpr int MOST_ROWS = PASS_ROWS > INT_ROWS ? PASS_ROWS : INT_ROWS;  // that are encoded together
 
 // ---- rows of x
 template <int ROWS>
@@ -65,10 +66,10 @@ constexpr int group_of(Kind kind) { return kind == SCALE_OF_16 ? 16 : BLOCK; }
 
 // The scales of a group; a code that means zero makes a minimum.
 template <int F>
-inline Scales<F> scales_at(const uint8_t* p) {
+inline Scales<F> scales_at(const uint8_t* panel, int64_t k) {
     static_assert(LAYOUTS[F].group == group_of(kind_of(F)), "a group of another size needs a kind of its own");
     Scales<F> scales;
-    scales.load_group(p);
+    scales.load_group(panel, k);
     if constexpr (LAYOUTS[F].zero != 0)
         for (int v = 0; v < VECS; ++v) scales.minimum[v] = mul(scales.scale[v], set(-LAYOUTS[F].zero));
     return scales;
@@ -99,7 +100,7 @@ void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel
     Vec acc[ROWS][N];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < N; ++v) acc[r][v] = zero();
-    const uint8_t *scale_at = panel, *code_at = panel + L.codes_at(inner);
+    const uint8_t* code_at = panel + L.codes_at(inner);
     for (int64_t k = 0; k < inner; k += BLOCK) {
         const float *x_scales = (const float*)x, *x_sums = x_scales + ROWS;
         const int32_t* starts = x + 2 * ROWS;
@@ -125,8 +126,8 @@ void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel
                 });
             }
             for (int p = 0; p < PANELS; ++p) {
-                const Scales<F> scales = scales_at<F>(scale_at + p * panel_stride);
-                __builtin_prefetch(scale_at + (PANELS + p) * panel_stride);
+                const Scales<F> scales = scales_at<F>(panel + p * panel_stride, k + g);
+                Scales<F>::prefetch(panel, k + g, (PANELS + p) * panel_stride);
                 for (int v = 0; v < VECS; ++v)
                     for (int r = 0; r < ROWS; ++r) {
                         const Vec value = scaled<kind_of(F)>(totals[r][p * VECS + v], scales.scale[v],
@@ -134,7 +135,6 @@ void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel
                         acc[r][p * VECS + v] = fma(value, set(x_scales[r]), acc[r][p * VECS + v]);
                     }
             }
-            scale_at += L.scales_per_group();
         }
     }
     unrolled<ROWS>([&](auto r) { store_columns<N>(acc[r.value], out + r.value * stride, width, bias); });
@@ -168,8 +168,8 @@ void few(const int32_t* x, int64_t rows, int64_t inner, const Segment& segment, 
 
 // ---- many rows: codes are made once per tile, which all rows of a chunk pass by
 struct Tile {
-    const int32_t* codes;  // [words along k][TILE_WIDTH]
-    const float* scales;   // [groups along k][2][TILE_WIDTH]: scales and minima
+    const int32_t* codes;  // [words along k][INT_WIDTH]
+    const float* scales;   // [groups along k][2][INT_WIDTH]: scales and minima
     int64_t blocks, width;
     bool first, last;   // of the tiles along k: starts from zero, ends in `out`; others hand over sums
     const float* bias;  // added by the last
@@ -179,18 +179,16 @@ struct Tile {
 template <int F>
 void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, int32_t* codes, float* scales) {
     constexpr Layout L = LAYOUTS[F];
-    const int64_t ahead = TILE_PANELS * L.panel_bytes(inner);
-    const uint8_t* scale_at = panel + from / L.group * L.scales_per_group();
+    const int64_t ahead = INT_PANELS * L.panel_bytes(inner);
     const uint8_t* code_at = panel + L.codes_at(inner) + from / 8 * Eight<F>::BYTES;
-    for (int64_t k = 0; k < depth; k += L.group) {
-        const Scales<F> group = scales_at<F>(scale_at);
-        __builtin_prefetch(scale_at + ahead);
-        scale_at += L.scales_per_group();
+    for (int64_t k = from; k < from + depth; k += L.group) {
+        const Scales<F> group = scales_at<F>(panel, k);
+        Scales<F>::prefetch(panel, k, ahead);
         for (int v = 0; v < VECS; ++v) {
             store(scales + v * LANES, group.scale[v]);
-            if constexpr (has_minimum(kind_of(F))) store(scales + TILE_WIDTH + v * LANES, group.minimum[v]);
+            if constexpr (has_minimum(kind_of(F))) store(scales + INT_WIDTH + v * LANES, group.minimum[v]);
         }
-        scales += 2 * TILE_WIDTH;
+        scales += 2 * INT_WIDTH;
         for (int j = 0; j < L.group; j += 8, code_at += Eight<F>::BYTES) {
             Eight<F> eight;
             eight.load_codes(code_at);
@@ -198,69 +196,86 @@ void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, in
             unrolled<8 / PER_WORD>([&](auto index) __attribute__((always_inline)) {
                 for (int v = 0; v < VECS; ++v)
                     store_ints(codes + v * LANES, eight.template word<decltype(index)::value>(v));
-                codes += TILE_WIDTH;
+                codes += INT_WIDTH;
             });
         }
     }
 }
 
-// A group's sums of integers `totals` [ROWS][TILE_WIDTH] onto `sums`.
-template <Kind K, int ROWS>
-inline __attribute__((always_inline)) void add_group(const int32_t* totals, const float* scales, const float* x_scales,
-                                                     const float* x_sums, float* sums) {
-    Vec scale[TILE_VECS], minimum[TILE_VECS];
-    for (int v = 0; v < TILE_VECS; ++v) {
-        scale[v] = load(scales + v * LANES);
-        minimum[v] = has_minimum(K) ? load(scales + TILE_WIDTH + v * LANES) : zero();
+// The sums of a tile stay in registers where all fit, with the group's sums of integers: through memory, adding these takes
+// as long as a third of the dot products. AVX2 has too few registers: a tile that fits would load each word too often.
+template <int ROWS>
+struct Sums {
+    Vec held[SUMS_IN_REGISTERS ? ROWS * INT_VECS : 1];
+    float* memory;  // [ROWS][INT_WIDTH]
+
+    inline __attribute__((always_inline)) Vec at(int i) const {
+        return SUMS_IN_REGISTERS ? held[i] : load(memory + i * LANES);
     }
-    unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
-        constexpr int R = decltype(i)::value / TILE_VECS, V = decltype(i)::value % TILE_VECS;
-        const Vec value = scaled<K>(load_ints(totals + i.value * LANES), scale[V], minimum[V], set(x_sums[R]));
-        store(sums + i.value * LANES, fma(value, set(x_scales[R]), load(sums + i.value * LANES)));
-    });
-}
+    inline __attribute__((always_inline)) void put(int i, Vec v) {
+        if constexpr (SUMS_IN_REGISTERS)
+            held[i] = v;
+        else
+            store(memory + i * LANES, v);
+    }
+};
 
 template <Kind K, int ROWS>
-void multiply(const Tile& tile, const int32_t* x, float* sums, float* out, int64_t out_stride) {
-    constexpr int GROUP = group_of(K);
-    alignas(64) int32_t held[ROWS * TILE_WIDTH];
-    if (tile.first)
-        unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
-            store(sums + i.value * LANES, zero());
+void multiply(const Tile& tile, const int32_t* x, float* handed, float* out, int64_t out_stride) {
+    constexpr int GROUP = group_of(K), COUNT = ROWS * INT_VECS, WORDS = GROUP / PER_WORD;
+    alignas(64) int32_t passed[SUMS_IN_REGISTERS ? 1 : COUNT * LANES];
+    Sums<ROWS> sums;
+    sums.memory = handed;
+    if (SUMS_IN_REGISTERS || tile.first)
+        unrolled<COUNT>([&](auto i) __attribute__((always_inline)) {
+            sums.put(i.value, tile.first ? zero() : load(handed + i.value * LANES));
         });
-    if (tile.last) prefetch_results<ROWS>(out, out_stride);
+    if (tile.last) prefetch_results<ROWS, INT_PANELS>(out, out_stride);
     const int32_t* w = tile.codes;
     const float* scales = tile.scales;
     for (int64_t block = 0; block < tile.blocks; ++block) {
         const float *x_scales = (const float*)x, *x_sums = x_scales + ROWS;
         const int32_t* starts = x + 2 * ROWS;
         x += HEADER * ROWS;
-        for (int g = 0; g < BLOCK; g += GROUP, scales += 2 * TILE_WIDTH) {
-            Ints totals[ROWS][TILE_VECS];
+        for (int g = 0; g < BLOCK; g += GROUP, scales += 2 * INT_WIDTH) {
+            Ints totals[ROWS][INT_VECS];
             for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < TILE_VECS; ++v) totals[r][v] = first_total<K, ROWS>(starts + r, g);
-            for (int j = 0; j < GROUP / PER_WORD; ++j, w += TILE_WIDTH, x += ROWS) {
-                Ints ws[TILE_VECS];
-                for (int v = 0; v < TILE_VECS; ++v) ws[v] = load_ints(w + v * LANES);
+                for (int v = 0; v < INT_VECS; ++v) totals[r][v] = first_total<K, ROWS>(starts + r, g);
+            for (int j = 0; j < WORDS; ++j, w += INT_WIDTH, x += ROWS) {
+                Ints ws[INT_VECS];
+                for (int v = 0; v < INT_VECS; ++v) ws[v] = load_ints(w + v * LANES);
                 for (int r = 0; r < ROWS; ++r) {
                     const Ints xs = set_ints(x[r]);
-                    for (int v = 0; v < TILE_VECS; ++v) totals[r][v] = dot_words(totals[r][v], ws[v], xs);
+                    for (int v = 0; v < INT_VECS; ++v) totals[r][v] = dot_words(totals[r][v], ws[v], xs);
                 }
             }
-            unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
-                store_ints(held + i.value * LANES, totals[i.value / TILE_VECS][i.value % TILE_VECS]);
+            if constexpr (!SUMS_IN_REGISTERS) {
+                unrolled<COUNT>([&](auto i) __attribute__((always_inline)) {
+                    store_ints(passed + i.value * LANES, totals[i.value / INT_VECS][i.value % INT_VECS]);
+                });
+                asm volatile("" : : "r"(passed) : "memory");  // or g++ would keep them in registers, and scales in none
+            }
+            Vec scale[INT_VECS], minimum[INT_VECS];
+            for (int v = 0; v < INT_VECS; ++v) {
+                scale[v] = load(scales + v * LANES);
+                minimum[v] = has_minimum(K) ? load(scales + INT_WIDTH + v * LANES) : zero();
+            }
+            unrolled<COUNT>([&](auto i) __attribute__((always_inline)) {
+                constexpr int R = decltype(i)::value / INT_VECS, V = decltype(i)::value % INT_VECS;
+                const Ints total = SUMS_IN_REGISTERS ? totals[R][V] : load_ints(passed + i.value * LANES);
+                const Vec value = scaled<K>(total, scale[V], minimum[V], set(x_sums[R]));
+                sums.put(i.value, fma(value, set(x_scales[R]), sums.at(i.value)));
             });
-            // Through memory: all registers are taken, and scales should have some.
-            asm volatile("" : : "r"(held) : "memory");
-            add_group<K, ROWS>(held, scales, x_scales, x_sums, sums);
         }
     }
     if (tile.last)
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-            Vec v[TILE_VECS];
-            for (int i = 0; i < TILE_VECS; ++i) v[i] = load(sums + r.value * TILE_WIDTH + i * LANES);
-            store_columns<TILE_VECS>(v, out + r.value * out_stride, tile.width, tile.bias);
+            Vec v[INT_VECS];
+            for (int i = 0; i < INT_VECS; ++i) v[i] = sums.at(r.value * INT_VECS + i);
+            store_columns<INT_VECS>(v, out + r.value * out_stride, tile.width, tile.bias);
         });
+    else if (SUMS_IN_REGISTERS)
+        unrolled<COUNT>([&](auto i) __attribute__((always_inline)) { store(handed + i.value * LANES, sums.at(i.value)); });
 }
 template <Kind K>
 struct Of {
@@ -273,22 +288,22 @@ struct Of {
 struct Rows : Blocks {
     const int32_t* codes;  // [tiles along k][count] of what `encode` makes
 
-    Rows(int64_t rows, int64_t inner) : Blocks(rows, inner, DEPTH), codes(nullptr) {}
+    Rows(int64_t rows, int64_t inner) : Blocks(rows, inner, DEPTH, INT_ROWS), codes(nullptr) {}
     int64_t at(int64_t k, int64_t block) const {
-        return (k / depth * count + block) * (depth / BLOCK) * block_words(TILE_ROWS);
+        return (k / depth * count + block) * (depth / BLOCK) * block_words(INT_ROWS);
     }
 };
 
-// One tile of TILE_PANELS panels for the blocks [begin, end) of rows.
+// One tile of INT_PANELS panels for the blocks [begin, end) of rows.
 template <int F>
 void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment, int64_t panel, float* out,
                int64_t out_stride, const float* bias) {
     const int64_t panel_bytes = LAYOUTS[F].panel_bytes(x.inner), column = panel * PANEL;
-    const int64_t count = least(TILE_PANELS, ceil_div(segment.outputs, PANEL) - panel);
+    const int64_t count = least(INT_PANELS, ceil_div(segment.outputs, PANEL) - panel);
     const uint8_t* panels = segment.panels + panel * panel_bytes;
-    int32_t* codes = (int32_t*)scratch(0, TILE_WIDTH * x.depth / PER_WORD * sizeof(int32_t));
-    float* sums = (float*)scratch(1, TILE_WIDTH * TILE_ROWS * (end - begin) * sizeof(float));
-    float* scales = (float*)scratch(3, x.depth / LAYOUTS[F].group * 2 * TILE_WIDTH * sizeof(float));
+    int32_t* codes = (int32_t*)scratch(0, INT_WIDTH * x.depth / PER_WORD * sizeof(int32_t));
+    float* sums = (float*)scratch(1, INT_WIDTH * INT_ROWS * (end - begin) * sizeof(float));
+    float* scales = (float*)scratch(3, x.depth / LAYOUTS[F].group * 2 * INT_WIDTH * sizeof(float));
     for (int64_t k = 0; k < x.inner; k += x.depth) {
         const int64_t blocks = ceil_div(x.deep(k), BLOCK);
         for (int64_t p = 0; p < count; ++p)
@@ -296,8 +311,8 @@ void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment
         const Tile tile{codes,  scales,  blocks, segment.outputs - column, k == 0, k + x.depth >= x.inner,
                         bias ? bias + column : nullptr};
         for (int64_t b = begin; b < end; ++b)
-            Table<Of<kind_of(F)>::template Multiply>::of(x.size(b))(tile, x.codes + x.at(k, b),
-                                                           sums + (b - begin) * TILE_WIDTH * TILE_ROWS,
+            Table<Of<kind_of(F)>::template Multiply, 1, INT_ROWS>::of(x.size(b))(tile, x.codes + x.at(k, b),
+                                                           sums + (b - begin) * INT_WIDTH * INT_ROWS,
                                                            out + x.start(b) * out_stride + column, out_stride);
     }
 }
@@ -310,9 +325,12 @@ template <int... F>
 struct ByFormat {
     static constexpr Kernels table[] = {{few<F>, tile_rows<F>}...};
 };
-using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, CODE8_MIN_F32, CODE8_F32, E2M1, E2M1_16>;
+using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, CODE8_MIN_F32, CODE8_F32, E2M1, E2M1_16,
+                            CODE4_MIN_K, CODE8_MIN_K, CODE8_K, CODE8_32>;
 inline const Kernels& kernels_of(const Segment& segment) {
-    return AllKernels::table[segment.format - (segment.format < CODE4_MIN_16 ? CODE4 : CODE4 + 1)];
+    const int64_t format = segment.format;
+    const int64_t others = format < CODE4_MIN_16 ? 0 : format < NF4 ? 1 : 5;  // before it, that are not in the table
+    return AllKernels::table[format - CODE4 - others];
 }
 
 inline void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
@@ -320,7 +338,7 @@ inline void few_rows(const Plan& plan, const float* x, float* out, int64_t rows)
     int32_t* codes = (int32_t*)scratch(2, rows * passes.row_words * sizeof(int32_t));
     parallel(passes.count, 1 + LEAST_ENCODED / (plan.inner * PASS_ROWS), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-            Table<Encode, 1>::of(passes.size(i))(x + passes.start(i) * plan.inner, plan.inner, plan.inner,
+            Table<Encode, 1, MOST_ROWS>::of(passes.size(i))(x + passes.start(i) * plan.inner, plan.inner, plan.inner,
                                                  codes + passes.at(i));
     });
     share_panels(plan, rows, [&](const Segment& segment, int64_t begin, int64_t end, int64_t column) {
@@ -333,10 +351,10 @@ inline void many_rows(const Plan& plan, const float* from, float* out, int64_t n
     Rows x(num_rows, plan.inner);
     int32_t* codes = (int32_t*)scratch(2, x.at(x.tiles() * x.depth, 0) * sizeof(int32_t));
     share_blocks(x, [&](int64_t block, int64_t k, int64_t depth) {
-        Table<Encode, 1>::of(x.size(block))(from + x.start(block) * x.inner + k, x.inner, depth, codes + x.at(k, block));
+        Table<Encode, 1, MOST_ROWS>::of(x.size(block))(from + x.start(block) * x.inner + k, x.inner, depth, codes + x.at(k, block));
     });
     x.codes = codes;
-    share_tiles(plan, x, [&](const Segment& segment, int64_t panel, int64_t first, int64_t last, int64_t column) {
+    share_tiles<INT_PANELS>(plan, x, [&](const Segment& segment, int64_t panel, int64_t first, int64_t last, int64_t column) {
         kernels_of(segment).tile(x, first, last, segment, panel, out + column, plan.outputs, plan.bias_at(column));
     });
 }
@@ -375,11 +393,11 @@ inline void grouped_rows(const Grouping& rows, const float* x, float* out) {
                      const Passes few(bucket.count, inner);
                      const Rows many(bucket.count, inner);
                      for (int64_t i = 0; passes(bucket) && i < few.count; ++i)
-                         Table<Encode, 1>::of(few.size(i))(from + few.start(i) * inner, inner, inner,
+                         Table<Encode, 1, MOST_ROWS>::of(few.size(i))(from + few.start(i) * inner, inner, inner,
                                                            codes + bucket.codes + few.at(i));
                      for (int64_t i = 0; tiles(bucket) && i < many.count; ++i)
                          for (int64_t k = 0; k < inner; k += many.depth)
-                             Table<Encode, 1>::of(many.size(i))(from + many.start(i) * inner + k, inner, many.deep(k),
+                             Table<Encode, 1, MOST_ROWS>::of(many.size(i))(from + many.start(i) * inner + k, inner, many.deep(k),
                                                                 codes + bucket.codes + many.at(k, i));
                  }
              });
@@ -390,12 +408,12 @@ inline void grouped_rows(const Grouping& rows, const float* x, float* out) {
                                                  out + bucket.start * outputs + column, outputs,
                                                  bucket.plan->bias_at(column));
                   });
-    share_buckets(rows, TILE_WIDTH, tiles,
+    share_buckets(rows, INT_WIDTH, tiles,
                   [&](const Bucket& bucket, const Segment& segment, int64_t from, int64_t to, int64_t column) {
                       Rows part(bucket.count, inner);
                       part.codes = codes + bucket.codes;
                       for (int64_t tile = from; tile < to; ++tile)
-                          kernels_of(segment).tile(part, 0, part.count, segment, tile * TILE_PANELS,
+                          kernels_of(segment).tile(part, 0, part.count, segment, tile * INT_PANELS,
                                                    out + bucket.start * outputs + column, outputs,
                                                    bucket.plan->bias_at(column));
                   });

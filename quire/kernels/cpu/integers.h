@@ -15,6 +15,8 @@ namespace QUIRE_NS {
 // A lane of `Ints` is a sum, or a pair of int16: elements k (low half) and k + 4 of eight, as the words of 4-bit codes
 // have them side by side.
 #if defined(__AVX512VNNI__)
+constexpr int INT_ROWS = 6, INT_PANELS = 2;  // of a tile
+constexpr bool SUMS_IN_REGISTERS = true;
 using Ints = __m512i;
 static inline Ints no_ints() { return _mm512_setzero_si512(); }
 static inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
@@ -52,6 +54,8 @@ static inline Vec pair_up(Vec low, Vec high) {
                                                        _mm512_slli_epi32(_mm512_castps_si512(high), 16)));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
+constexpr int INT_ROWS = 6, INT_PANELS = 1;
+constexpr bool SUMS_IN_REGISTERS = false;
 using Ints = __m256i;
 static inline Ints no_ints() { return _mm256_setzero_si256(); }
 static inline Ints load_ints(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -78,6 +82,8 @@ static inline Vec pair_up(Vec low, Vec high) {
         _mm256_blend_epi16(_mm256_castps_si256(low), _mm256_slli_epi32(_mm256_castps_si256(high), 16), 0xAA));
 }
 #else
+constexpr int INT_ROWS = 2, INT_PANELS = 1;
+constexpr bool SUMS_IN_REGISTERS = false;
 struct Ints {
     int32_t x[LANES];
 };

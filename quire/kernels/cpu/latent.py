@@ -8,7 +8,8 @@ from torch import Tensor
 from quire.kernels.cpu.library import bound
 from quire.kernels.cpu.tracing import empty
 
-UP_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as latent.cpp numbers them
+# As latent.cpp numbers them; int8: codes and scales, see ops/latent.py.
+UP_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.kernels.cpu.library import bound
 from quire.kernels.cpu.tracing import empty
 
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # the numbers are those of gate.h
+
 
 def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
     """See quire/ops/lora.py, as for the others."""
@@ -25,6 +27,7 @@ def shrink_lora(x: Tensor, down: Tensor, tiles: Tensor, ranks: Tensor) -> Tensor
     bound().shrink_lora(
         x.data_ptr(),
         down.data_ptr(),
+        _is_half(down),
         tiles.data_ptr(),
         ranks.data_ptr(),
         shrunk.data_ptr(),
@@ -42,6 +45,7 @@ def expand_lora(
     bound().expand_lora(
         shrunk.data_ptr(),
         up.data_ptr(),
+        _is_half(up),
         tiles.data_ptr(),
         ranks.data_ptr(),
         _kept(widths).data_ptr(),
@@ -52,6 +56,33 @@ def expand_lora(
         out.shape[1],
     )
     return out
+
+
+def expand_lora_gated(
+    out: Tensor, shrunk: Tensor, up: Tensor, tiles: Tensor, ranks: Tensor, activation: str
+) -> Tensor:
+    tokens, width = out.shape[0], out.shape[1] // 2
+    gated = empty(tokens, width)
+    bound().expand_lora_gated(
+        out.data_ptr(),
+        shrunk.data_ptr(),
+        up.data_ptr(),
+        _is_half(up),
+        tiles.data_ptr(),
+        ranks.data_ptr(),
+        gated.data_ptr(),
+        tokens,
+        up.shape[1],
+        width,
+        _ACTIVATIONS.index(activation),
+    )
+    return gated
+
+
+def _is_half(matrices: Tensor) -> bool:
+    """Whether adapters are kept in float16; else they are in float32."""
+    assert matrices.dtype in (torch.float16, torch.float32)
+    return matrices.dtype == torch.float16
 
 
 @cache
@@ -72,7 +103,7 @@ def look_up_lora(token_ids: Tensor, down: Tensor, slots: Tensor) -> Tensor:
     _, _, max_rank, tokens = down.shape
     out = empty(1, token_ids.shape[0], max_rank)
     bound().look_up_lora(
-        *(token_ids.data_ptr(), down.data_ptr(), slots.data_ptr(), out.data_ptr()),
+        *(token_ids.data_ptr(), down.data_ptr(), _is_half(down), slots.data_ptr(), out.data_ptr()),
         *(token_ids.shape[0], max_rank, tokens),
     )
     return out

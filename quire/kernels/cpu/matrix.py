@@ -24,16 +24,17 @@ from quire.types.errors import CheckpointError, ConfigError
 PANEL = 16  # outputs that lie side by side in memory
 
 # The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32, as
-# all are after code8_f32.
+# all are after code8_f32, and _k that they are integers times a float16 for each 256.
 FORMATS = (
     *("float32", "bfloat16", "float16"),
     *("code4", "code4_min", "code4_min_f32"),
     *("code8", "code8_min", "code8_min_f32", "code8_f32"),
     *("code4_min_16", "e2m1", "e2m1_16", "nf4", "fp4", "e4m3", "e5m2"),
+    *("code4_min_k", "code8_min_k", "code8_k", "code8_32"),
 )
 FLOAT8 = ("e4m3", "e5m2")
 # Codes that are integers, or become integers: what rounded activations are multiplied with.
-_INTEGERS = (*FORMATS[3:10], "e2m1", "e2m1_16")
+_INTEGERS = (*FORMATS[3:10], "e2m1", "e2m1_16", *FORMATS[17:])
 _HALF_SCALES = ("code4", "code4_min", "code8", "code8_min")
 # GGUF type -> its number in pack.cpp is its place here; values and bytes of a block, and the format it becomes.
 BLOCK_TYPES: dict[str, tuple[int, int, str]] = {
@@ -42,9 +43,9 @@ BLOCK_TYPES: dict[str, tuple[int, int, str]] = {
     "Q5_0": (32, 22, "code8"),
     "Q5_1": (32, 24, "code8_min"),
     "Q8_0": (32, 34, "code8"),
-    "Q4_K": (256, 144, "code4_min_f32"),
-    "Q5_K": (256, 176, "code8_min_f32"),
-    "Q6_K": (256, 210, "code8_f32"),
+    "Q4_K": (256, 144, "code4_min_k"),
+    "Q5_K": (256, 176, "code8_min_k"),
+    "Q6_K": (256, 210, "code8_k"),
 }
 # What float weights can be stored as.
 STORAGES: dict[str, str] = {

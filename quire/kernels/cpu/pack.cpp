@@ -9,8 +9,8 @@ namespace {
 // What one output has in one BLOCK along k.
 struct Piece {
     uint8_t codes[BLOCK];  // integers, modulo 256
-    uint16_t half[2];      // scale and minimum where the format keeps f16
-    float single[2];       // scale and minimum, or two scales, where it keeps f32
+    uint16_t half[2];      // scale and minimum where the format keeps f16, or the factors of integers
+    int8_t integer[2];     // scale and minimum, or two scales, where it keeps integers
 };
 
 inline uint16_t read16(const uint8_t* p) {
@@ -66,13 +66,14 @@ void read_q8_0(const uint8_t* row, int64_t index, Piece& piece) {
     std::memcpy(piece.codes, block + 2, BLOCK);
 }
 
-// Scale and minimum of part `s` of a Q4_K or Q5_K block: two halves, then 12 bytes with 16 six-bit numbers.
+// Scale and minimum of part `s` of a Q4_K or Q5_K block: two halves, then 12 bytes with 16 six-bit numbers. Minima are
+// subtracted.
 void six_bit_scales(const uint8_t* block, int s, Piece& piece) {
     const uint8_t *first = block + 4, *second = block + 8, *third = block + 12;
     const int step = s < 4 ? first[s] & 63 : (third[s - 4] & 15) | first[s - 4] >> 6 << 4;
     const int minimum = s < 4 ? second[s] & 63 : third[s - 4] >> 4 | second[s - 4] >> 6 << 4;
-    piece.single[0] = (float)step * half_to_float(read16(block));
-    piece.single[1] = -((float)minimum * half_to_float(read16(block + 2)));
+    piece.integer[0] = (int8_t)step, piece.integer[1] = (int8_t)minimum;
+    piece.half[0] = read16(block), piece.half[1] = (uint16_t)(read16(block + 2) ^ 0x8000);
 }
 
 void nibbles_of_part(const uint8_t* p, int s, uint8_t* codes) {
@@ -99,8 +100,8 @@ void read_q6_k(const uint8_t* row, int64_t index, Piece& piece) {
     const uint8_t *low = block + half * 64 + quarter % 2 * 32, *high = block + 128 + half * 32;
     for (int i = 0; i < BLOCK; ++i)
         piece.codes[i] = (uint8_t)(((low[i] >> (quarter / 2 * 4) & 15) | (high[i] >> (quarter * 2) & 3) << 4) - 32);
-    const float step = half_to_float(read16(block + 208));
-    for (int i = 0; i < 2; ++i) piece.single[i] = (float)(int8_t)block[192 + 2 * s + i] * step;
+    piece.half[0] = read16(block + 208);
+    for (int i = 0; i < 2; ++i) piece.integer[i] = (int8_t)block[192 + 2 * s + i];
 }
 
 struct BlockType {
@@ -111,7 +112,7 @@ struct BlockType {
 // The order is that of matrix.py.
 constexpr BlockType BLOCK_TYPES[] = {
     {read_q4_0, CODE4},     {read_q4_1, CODE4_MIN},     {read_q5_0, CODE8},         {read_q5_1, CODE8_MIN},
-    {read_q8_0, CODE8},     {read_q4_k, CODE4_MIN_F32}, {read_q5_k, CODE8_MIN_F32}, {read_q6_k, CODE8_F32},
+    {read_q8_0, CODE8},     {read_q4_k, CODE4_MIN_K}, {read_q5_k, CODE8_MIN_K}, {read_q6_k, CODE8_K},
 };
 
 // ---- writing
@@ -125,15 +126,18 @@ uint32_t eight_nibbles(const uint8_t* codes) {
 }
 
 void write_block(const Layout& layout, const Piece* pieces, uint8_t* panel, int64_t inner, int64_t index) {
-    uint8_t* scales = panel + index * (BLOCK / layout.group) * layout.scales_per_group();
+    uint8_t *scales = panel + layout.scales_at(index * BLOCK), *factors = panel + layout.factors_at(index * BLOCK);
     const int num_scales = layout.has_min || layout.group < BLOCK ? 2 : 1;
     for (int lane = 0; lane < PANEL; ++lane)
         for (int i = 0; i < num_scales; ++i) {
-            if (layout.scale_bytes == 2)
-                std::memcpy(scales + (i * PANEL + lane) * 2, &pieces[lane].half[i], 2);
+            if (layout.scale_bytes == 1)
+                std::memcpy(scales + i * PANEL + lane, &pieces[lane].integer[i], 1);
             else
-                std::memcpy(scales + (i * PANEL + lane) * 4, &pieces[lane].single[i], 4);
+                std::memcpy(scales + (i * PANEL + lane) * 2, &pieces[lane].half[i], 2);
         }
+    for (int lane = 0; lane < PANEL; ++lane)
+        for (int i = 0; i < layout.factor_bytes() / (2 * PANEL); ++i)
+            std::memcpy(factors + (i * PANEL + lane) * 2, &pieces[lane].half[i], 2);
     uint8_t* codes = panel + layout.codes_at(inner) + index * BLOCK * layout.bits * PANEL / 8;
     if (layout.bits == 4) {
         for (int lane = 0; lane < PANEL; ++lane)
@@ -322,7 +326,12 @@ inline float unpack(Format format, const uint8_t* panel, int64_t inner, int64_t 
     } else {
         code = (float)(int8_t)codes[k * PANEL + lane];
     }
-    const uint8_t* scales = panel + k / layout.group * layout.scales_per_group();
+    const uint8_t* scales = panel + layout.scales_at(k);
+    if (layout.scale_bytes == 1) {
+        const uint8_t* factors = panel + layout.factors_at(k);
+        const auto number = [&](int64_t at) { return (float)(int8_t)scales[at] * read_float(factors, FROM_FLOAT16, at); };
+        return layout.has_min ? std::fma(code, number(lane), number(PANEL + lane)) : code * number(lane);
+    }
     const int64_t source = layout.scale_bytes == 2 ? FROM_FLOAT16 : FROM_FLOAT32;
     const float scale = read_float(scales, source, lane);
     return layout.has_min ? std::fma(code, scale, read_float(scales, source, PANEL + lane)) : code * scale;

@@ -2,7 +2,9 @@
 // them by one broadcast element of x at a time, so each output is summed over k in order, and no sum crosses lanes.
 //
 // A panel is [scales][codes]. Codes are floats, or integers that become w = fma(code, scale, minimum) with a scale and
-// perhaps a minimum per output and group of k. The inner size is padded with zeros to a multiple of BLOCK.
+// perhaps a minimum per output and group of k. Scales are floats, or integers of 8 bits, of which those of WHOLE elements
+// are multiplied by a half that stands before them, and the minima by another. The inner size is padded with zeros to a
+// multiple of BLOCK.
 #pragma once
 #include "kernels.h"
 
@@ -11,6 +13,7 @@ namespace QUIRE_NS {
 
 constexpr int PANEL = 16;  // outputs
 constexpr int BLOCK = 32;  // elements along k
+constexpr int WHOLE = 256;  // elements along k whose integer scales share a factor
 constexpr int VECS = PANEL / LANES;
 
 // The numbers are those of matrix.py.
@@ -32,7 +35,11 @@ enum Format : int64_t {
     FP4 = 14,
     E4M3 = 15,  // 8-bit floats, divided by 256
     E5M2 = 16,
-    NUM_FORMATS = 17,
+    CODE4_MIN_K = 17,  // the types K of GGUF: integer scales and minima
+    CODE8_MIN_K = 18,
+    CODE8_K = 19,  // an integer scale for each 16
+    CODE8_32 = 20,  // f32 scale
+    NUM_FORMATS = 21,
 };
 
 // What codes are places in.
@@ -52,14 +59,23 @@ struct Layout {
     int bits;         // of a code
     int step;         // elements along k that are loaded at a time
     int group;        // elements along k that share a scale
-    int scale_bytes;  // of one scale or minimum; 0 if there are none
+    int scale_bytes;  // of one scale or minimum; 0 if there are none, 1 if they are integers
     bool has_min;
     int zero;          // the code that means 0
     ValueTable table;  // of values that codes stand for
 
     constexpr int scales_per_group() const { return scale_bytes * PANEL * (has_min ? 2 : 1); }
     constexpr int64_t padded(int64_t inner) const { return (inner + BLOCK - 1) / BLOCK * BLOCK; }
-    constexpr int64_t codes_at(int64_t inner) const { return (padded(inner) / group * scales_per_group() + 63) / 64 * 64; }
+    constexpr int factor_bytes() const { return scale_bytes == 1 ? 2 * PANEL * (has_min ? 2 : 1) : 0; }
+    // Where the scales of element k are, a multiple of `group`, and the factors before them.
+    constexpr int64_t scales_at(int64_t k) const {
+        return k / group * scales_per_group() + (k / WHOLE + 1) * factor_bytes();
+    }
+    constexpr int64_t factors_at(int64_t k) const { return k / WHOLE * (factor_bytes() + WHOLE / group * scales_per_group()); }
+    constexpr int64_t codes_at(int64_t inner) const {
+        const int64_t factors = (padded(inner) + WHOLE - 1) / WHOLE * factor_bytes();
+        return (padded(inner) / group * scales_per_group() + factors + 63) / 64 * 64;
+    }
     constexpr int64_t panel_bytes(int64_t inner) const { return codes_at(inner) + padded(inner) * bits * PANEL / 8; }
 };
 
@@ -80,6 +96,10 @@ constexpr Layout LAYOUTS[NUM_FORMATS] = {
     {4, 8, 32, 4, false, 0, NORMAL_FLOAT4},
     {4, 8, 32, 4, false, 0, FLOAT4},
     {8, 1, 32, 4, false, 0, NO_TABLE},
+    {8, 1, 32, 4, false, 0, NO_TABLE},
+    {4, 8, 32, 1, true, 0, NO_TABLE},
+    {8, 1, 32, 1, true, 0, NO_TABLE},
+    {8, 1, 16, 1, false, 0, NO_TABLE},
     {8, 1, 32, 4, false, 0, NO_TABLE},
 };
 
@@ -197,19 +217,31 @@ static inline Vec load_float8(const void* p) {
 #endif
 
 // ---- from codes to weights
-// The scale and minimum of one panel in one group.
+// The scale and minimum of one panel in one group, which begins at element k.
 template <int F>
 struct Scales {
     Vec scale[VECS], minimum[VECS];
 
-    inline void load_group(const uint8_t* p) {
+    inline void load_group(const uint8_t* panel, uint64_t k) {
         constexpr Layout L = LAYOUTS[F];
+        const uint8_t *p = panel + L.scales_at((int64_t)k), *factors = panel + L.factors_at((int64_t)k);
         for (int v = 0; v < VECS; ++v) {
+            if constexpr (L.scale_bytes == 1) scale[v] = mul(load_int8(p + v * LANES), load_half(factors + v * LANES * 2));
+            if constexpr (L.has_min && L.scale_bytes == 1)
+                minimum[v] = mul(load_int8(p + PANEL + v * LANES), load_half(factors + (PANEL + v * LANES) * 2));
             if constexpr (L.scale_bytes == 2) scale[v] = load_half(p + v * LANES * 2);
             if constexpr (L.scale_bytes == 4) scale[v] = load((const float*)p + v * LANES);
             if constexpr (L.has_min && L.scale_bytes == 2) minimum[v] = load_half(p + (PANEL + v * LANES) * 2);
             if constexpr (L.has_min && L.scale_bytes == 4) minimum[v] = load((const float*)p + PANEL + v * LANES);
         }
+    }
+
+    // The same group of the panel that lies `ahead` bytes further on.
+    static inline void prefetch(const uint8_t* panel, uint64_t k, int64_t ahead) {
+        constexpr Layout L = LAYOUTS[F];
+        if constexpr (L.scale_bytes > 0) __builtin_prefetch(panel + ahead + L.scales_at((int64_t)k));
+        if constexpr (L.scale_bytes == 1)
+            if (k % WHOLE == 0) __builtin_prefetch(panel + ahead + L.factors_at((int64_t)k));
     }
 };
 

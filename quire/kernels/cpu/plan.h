@@ -88,10 +88,10 @@ static inline void store_columns(const Vec* v, float* p, int64_t width, const fl
 
 // Where the lines of a tile's result are: fetched while the sums are made. Stores that wait for them were a tenth of the
 // time.
-template <int ROWS>
+template <int ROWS, int PANELS = TILE_PANELS>
 static inline void prefetch_results(const float* out, int64_t stride) {
     for (int r = 0; r < ROWS; ++r)
-        for (int p = 0; p < TILE_PANELS; ++p) __builtin_prefetch(out + r * stride + p * PANEL, 1);
+        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(out + r * stride + p * PANEL, 1);
 }
 
 // f(segment, begin, end, column) for the parts of [begin, end) that lie in each segment, which has ceil(outputs / unit)

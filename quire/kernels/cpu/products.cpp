@@ -30,13 +30,11 @@ template <int F>
 void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, float* out) {
     constexpr Layout L = LAYOUTS[F];
     const int64_t ahead = TILE_PANELS * L.panel_bytes(inner);
-    const uint8_t* scale_at = panel + from / L.group * L.scales_per_group();
     const uint8_t* code_at = panel + L.codes_at(inner) + from / L.step * STEP_BYTES<F>;
-    for (int64_t k = 0; k < depth; k += L.group) {
+    for (int64_t k = from; k < from + depth; k += L.group) {
         Scales<F> scales;
-        scales.load_group(scale_at);
-        __builtin_prefetch(scale_at + ahead);
-        scale_at += L.scales_per_group();
+        scales.load_group(panel, k);
+        Scales<F>::prefetch(panel, k, ahead);
         for (int j = 0; j < L.group; j += L.step) {
             Codes<F> codes;
             codes.load_step(code_at);
@@ -61,13 +59,12 @@ void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_s
     Vec acc[ROWS][PANELS * VECS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < PANELS * VECS; ++v) acc[r][v] = zero();
-    const uint8_t *scale_at = panel, *code_at = panel + L.codes_at(inner);
+    const uint8_t* code_at = panel + L.codes_at(inner);
     int64_t k = 0;
     for (; k + L.group <= inner; k += L.group) {
         Scales<F> scales[PANELS];
-        for (int p = 0; p < PANELS; ++p) scales[p].load_group(scale_at + p * panel_stride);
-        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(scale_at + (PANELS + p) * panel_stride);
-        scale_at += L.scales_per_group();
+        for (int p = 0; p < PANELS; ++p) scales[p].load_group(panel + p * panel_stride, k);
+        for (int p = 0; p < PANELS; ++p) Scales<F>::prefetch(panel, k, (PANELS + p) * panel_stride);
         for (int j = 0; j < L.group; j += L.step) {
             Codes<F> codes[PANELS];
             for (int p = 0; p < PANELS; ++p) codes[p].load_step(code_at + p * panel_stride);
@@ -254,7 +251,7 @@ template <int... F>
 struct ByFormat {
     static constexpr Kernels table[] = {{few<F>, tile_rows<F>}...};
 };
-using AllKernels = ByFormat<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16>;
+using AllKernels = ByFormat<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20>;
 static_assert(sizeof AllKernels::table / sizeof *AllKernels::table == NUM_FORMATS, "every format has kernels");
 
 void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {

@@ -5,7 +5,7 @@ namespace quire {
 namespace QUIRE_NS {
 namespace {
 
-constexpr int64_t CHUNK = 4096;     // tokens of a row that one thread takes at a time, as in ops/keep_allowed.py
+constexpr int64_t CHUNK = 4096;     // tokens of a row that one thread takes at a time, as in ops/shaping.py
 constexpr int64_t FIXED_COLUMNS = 4;  // of an edit, as in ops/shaping.py
 constexpr int32_t ANY = -1;
 

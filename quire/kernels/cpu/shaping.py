@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: see quire/ops/keep_allowed.py and quire/ops/shaping.py."""
+"""What changes logits before a token is chosen: see quire/ops/shaping.py and quire/ops/shaping.py."""
 
 from __future__ import annotations
 

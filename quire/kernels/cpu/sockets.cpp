@@ -18,6 +18,7 @@ namespace QUIRE_NS {
 namespace {
 
 constexpr int64_t MOST_RANKS = 63, GRAIN = 16 << 10;
+constexpr int64_t WIDE = 64 << 10;  // elements from which on a sum is a reduce-scatter and an all-gather
 constexpr int CHECK_EVERY = 50;  // milliseconds of sleep, after which a wait looks whether it was ended
 
 struct Mesh {
@@ -83,27 +84,43 @@ Vec tree(const Mesh& mesh, const float* mine, int64_t first, int64_t count, int6
     return add(tree(mesh, mine, first, half, at, n), tree(mesh, mine, first + half, count - half, at, n));
 }
 
-}  // namespace
-
-void sum_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t width) {
-    const Mesh mesh{static_cast<int64_t*>(group)};
-    const int64_t total = rows * width, most = mesh.slot_bytes() / (int64_t)sizeof(float);
-    for (int64_t start = 0; start < total; start += most) {
-        const int64_t count = total - start < most ? total - start : most;
-        int64_t theirs[MOST_RANKS];
-        for (int64_t& bytes : theirs) bytes = count * (int64_t)sizeof(float);
-        if (!exchange(mesh, x + start, theirs[0], theirs)) return;
-        parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
-                const int n = (int)(count - i < LANES ? count - i : LANES);
-                put(out + start + i, tree(mesh, x + start, 0, mesh.size(), i, n), n);
-            }
-        });
-    }
+// out [count]: the sum of `mine` and what the slots of the others have.
+void add_up(const Mesh& mesh, const float* mine, float* out, int64_t count) {
+    parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
+            const int n = (int)(count - i < LANES ? count - i : LANES);
+            put(out + i, tree(mesh, mine, 0, mesh.size(), i, n), n);
+        }
+    });
 }
 
-void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t width, int64_t share, int64_t total) {
-    const Mesh mesh{static_cast<int64_t*>(group)};
+// How many of `most` elements there are from `start` on, where there are `total`.
+int64_t left(int64_t start, int64_t total, int64_t most) {
+    const int64_t count = total - start < most ? total - start : most;
+    return count > 0 ? count : 0;
+}
+
+// Of the sum of x [total] over the ranks the elements [rank * share, (rank + 1) * share), as far as there are so many. False if
+// waiting was ended.
+bool scatter_sum(const Mesh& mesh, const float* x, float* out, int64_t total, int64_t share) {
+    const int64_t most = mesh.slot_bytes() / (int64_t)sizeof(float);
+    for (int64_t start = 0; start < share; start += most) {
+        const int64_t mine = mesh.rank() * share + start, count = left(mine, total, left(start, share, most));
+        const char* parts[MOST_RANKS];
+        int64_t bytes[MOST_RANKS], theirs[MOST_RANKS];
+        for (int64_t r = 0; r < mesh.size(); ++r) {
+            const int64_t first = r * share + start;
+            parts[r] = reinterpret_cast<const char*>(x + first);
+            bytes[r] = left(first, total, left(start, share, most)) * (int64_t)sizeof(float);
+            theirs[r] = count * (int64_t)sizeof(float);
+        }
+        if (!exchange(mesh, parts, bytes, theirs)) return false;
+        add_up(mesh, x + mine, out + start, count);
+    }
+    return true;
+}
+
+void gather(const Mesh& mesh, const float* x, float* out, int64_t rows, int64_t share, int64_t total) {
     const int64_t most = mesh.slot_bytes() / (int64_t)sizeof(float);
     for (int64_t start = 0; start < rows * share; start += most) {
         int64_t ends[MOST_RANKS], theirs[MOST_RANKS];
@@ -115,6 +132,7 @@ void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, 
         if (!exchange(mesh, x + start, theirs[mesh.rank()], theirs)) return;
         for (int64_t r = 0; r < mesh.size(); ++r) {
             const int64_t first = r * share, wide = total - first < share ? total - first : share;
+            if (out + first == x) continue;  // it is there
             const float* part = r == mesh.rank() ? x + start : mesh.slot(r);
             for (int64_t i = start; i < ends[r];) {
                 const int64_t row = i / wide, column = i % wide;
@@ -124,6 +142,41 @@ void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, 
             }
         }
     }
+}
+
+}  // namespace
+
+void sum_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t width) {
+    const Mesh mesh{static_cast<int64_t*>(group)};
+    const int64_t total = rows * width, most = mesh.slot_bytes() / (int64_t)sizeof(float);
+    if (mesh.size() > 2 && total >= WIDE) {  // each rank adds up a share, then gets the others'
+        const int64_t share = (total + mesh.size() - 1) / mesh.size();
+        float* mine = out + mesh.rank() * share;
+        if (scatter_sum(mesh, x, mine, total, share)) gather(mesh, mine, out, 1, share, total);
+        return;
+    }
+    for (int64_t start = 0; start < total; start += most) {
+        const int64_t count = left(start, total, most);
+        int64_t theirs[MOST_RANKS];
+        for (int64_t& bytes : theirs) bytes = count * (int64_t)sizeof(float);
+        if (!exchange(mesh, x + start, theirs[0], theirs)) return;
+        add_up(mesh, x + start, out + start, count);
+    }
+}
+
+void scatter_rows_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
+    const Mesh mesh{static_cast<int64_t*>(group)};
+    const int64_t held = left(mesh.rank() * share, rows, share);
+    if (scatter_sum(mesh, x, out, rows * width, share * width))
+        std::memset(out + held * width, 0, (share - held) * width * sizeof(float));
+}
+
+void gather_rows_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
+    gather(Mesh{static_cast<int64_t*>(group)}, x, out, 1, share * width, rows * width);
+}
+
+void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t width, int64_t share, int64_t total) {
+    gather(Mesh{static_cast<int64_t*>(group)}, x, out, rows, share, total);
 }
 
 // Rows are taken until the slot of some rank is full, which counts every row that it sends to anybody. What goes to each rank lies

@@ -10,6 +10,7 @@ namespace {
 constexpr int CHUNK_VECS = 4;
 constexpr int64_t CHUNK = CHUNK_VECS * LANES;  // columns of a matrix that a thread folds tokens into
 constexpr int MOST_TAPS = 8;
+constexpr int64_t MOST_AT_ONCE = 16;  // tokens that are folded in one pass
 
 struct Places {
     const int32_t* tables;
@@ -37,6 +38,15 @@ struct Places {
         }
     }
 };
+
+// Whether a state that was left after `base` tokens and is left again, one later, keeps its matrix: what came since waits
+// in the ring. A matrix is large beside the inputs of a token, and folding these anew costs less than writing it. Rows of
+// more tokens write theirs: of such rows a trial step may have several in one block (runner/kernel_list.py).
+static inline bool keeps_matrix(const Places& places, int64_t block, int64_t read, int64_t first, int64_t base,
+                                int64_t waiting) {
+    const bool one_each = places.starts[places.num_rows] - places.starts[0] == places.num_rows;
+    return one_each && block == read && base < first && first + 1 - base <= waiting;
+}
 
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -79,6 +89,31 @@ static inline void fold(float* matrix, int64_t stride, int64_t key_dim, bool by_
     }
     if (query)
         for (int i = 0; i < N; ++i) store(out + i * LANES, read[i]);
+}
+
+// The same of tokens [0, count), which are folded into `from` in one pass; the last has the query, and the matrix before
+// it goes to `left`, if that is wanted. There is no delta rule: each element goes on by itself.
+template <int N>
+static inline void fold_at_once(const float* from, int64_t stride, float* left, int64_t left_stride, int64_t key_dim,
+                                bool by_row, const Token* tokens, int64_t count, int64_t column, const float* query,
+                                float* out) {
+    Vec read[N];
+    for (int i = 0; i < N; ++i) read[i] = zero();
+    for (int64_t k = 0; k < key_dim; ++k) {
+        Vec v[N];
+        for (int i = 0; i < N; ++i) v[i] = from ? load(from + k * stride + i * LANES) : zero();
+        for (int64_t t = 0; t < count; ++t) {
+            if (left && t + 1 == count)
+                for (int i = 0; i < N; ++i) store(left + k * left_stride + i * LANES, v[i]);
+            const Token& token = tokens[t];
+            const Vec decay = set(token.decay[by_row ? k : 0]), key = set(token.key[k]);
+            for (int i = 0; i < N; ++i)
+                v[i] = fma(key, load(token.value + column + i * LANES), mul(v[i], decay));
+        }
+        const Vec asked = set(query[k]);
+        for (int i = 0; i < N; ++i) read[i] = fma(v[i], asked, read[i]);
+    }
+    for (int i = 0; i < N; ++i) store(out + column + i * LANES, read[i]);
 }
 
 // The same of one column whose rows are decayed each by itself.
@@ -152,7 +187,7 @@ void recurrence(const float* queries, int64_t query_stride, const float* keys, i
                 int64_t skipped_stride, float* cache, int64_t cache_stride, const int32_t* tables, int64_t table_stride,
                 const int64_t* rows, const int32_t* contexts, const int32_t* starts, float* out, int64_t num_rows,
                 int64_t block_size, int64_t heads, int64_t key_heads, int64_t key_dim, int64_t value_dim,
-                int64_t decay_dim, int64_t rollback) {
+                int64_t decay_dim, int64_t rollback, int64_t waiting) {
     const Places places{tables, table_stride, rows, contexts, starts, num_rows, block_size};
     const int64_t repeats = heads / key_heads, width = heads * value_dim, matrix_size = heads * key_dim * value_dim;
     const int64_t of_keys = key_heads * key_dim, of_decays = heads * decay_dim, tasks = (value_dim + CHUNK - 1) / CHUNK;
@@ -179,35 +214,64 @@ void recurrence(const float* queries, int64_t query_stride, const float* keys, i
             places.each([&](int64_t begin, int64_t first, int64_t count, int64_t read, const int32_t* table) {
                 const int64_t place = head * key_dim * value_dim + column;
                 const float* state = cache + read * cache_stride;
+                const int64_t base = first > 0 && state[0] < first ? (int64_t)state[0] : first;
+                const auto waited = [&](int64_t p) {
+                    const float* kept = state + 1 + matrix_size + p % rollback * ring_width;
+                    const float *v = kept + of_keys, *d = v + width;
+                    return Token{kept + head / repeats * key_dim, v + head * value_dim, d + head * decay_dim,
+                                 d[of_decays + head]};
+                };
+                const auto given = [&](int64_t token) {
+                    return Token{keys + token * key_stride + head / repeats * key_dim,
+                                 values + token * value_stride + head * value_dim,
+                                 decays + token * of_decays + head * decay_dim,
+                                 strengths ? strengths[token * heads + head] : 0.0f};
+                };
+                const auto leave = [&](int64_t block) {
+                    float* left = cache + block * cache_stride + 1 + place;
+                    if (columns == value_dim) return (void)std::memcpy(left, matrix, sizeof(float) * key_dim * columns);
+                    for (int64_t k = 0; k < key_dim; ++k)
+                        std::memcpy(left + k * value_dim, matrix + k * columns, sizeof(float) * columns);
+                };
+                const auto add_skipped = [&](int64_t token, float* result) {
+                    for (int64_t i = column; skip && i < column + columns; ++i)
+                        result[i] += skip[head] * skipped[token * skipped_stride + head * value_dim + i];
+                };
+                if (count == 1 && !strengths && columns % LANES == 0 && first - base < MOST_AT_ONCE) {
+                    Token tokens[MOST_AT_ONCE];
+                    for (int64_t p = base; p < first; ++p) tokens[p - base] = waited(p);
+                    tokens[first - base] = given(begin);
+                    const int64_t block = table[first / block_size];
+                    const bool leaves = block && !keeps_matrix(places, block, read, first, base, waiting);
+                    const float* query = queries + begin * query_stride + head / repeats * key_dim;
+                    float *left = leaves ? matrix : nullptr, *result = out + begin * width + head * value_dim;
+                    const float* from = first > 0 ? state + 1 + place : nullptr;
+                    for (int64_t i = 0; i < columns;) {
+                        const bool two = columns - i >= 2 * LANES;
+                        const auto run = two ? fold_at_once<2> : fold_at_once<1>;
+                        run(from ? from + i : from, value_dim, left ? left + i : left, columns, key_dim, by_row, tokens,
+                            first - base + 1, column + i, query, result);
+                        i += two ? 2 * LANES : LANES;
+                    }
+                    if (leaves) leave(block);  // states lie at odd addresses, where vectors are stored slowly
+                    return add_skipped(begin, result);
+                }
                 for (int64_t k = 0; k < key_dim; ++k)
                     for (int64_t i = 0; i < columns; ++i)
                         matrix[k * columns + i] = first > 0 ? state[1 + place + k * value_dim + i] : 0.0f;
-                for (int64_t p = first > 0 ? (int64_t)state[0] : 0; p < first; ++p) {
-                    const float* kept = state + 1 + matrix_size + p % rollback * ring_width;
-                    const float *v = kept + of_keys, *d = v + width;
-                    add_token({kept + head / repeats * key_dim, v + head * value_dim, d + head * decay_dim,
-                               d[of_decays + head]}, nullptr, out);
-                }
+                for (int64_t p = base; p < first; ++p) add_token(waited(p), nullptr, out);
                 int64_t entry = first / block_size;  // whose state is the next to be left
                 for (int64_t t = 0; t < count; ++t) {
                     for (;; ++entry) {
                         const int64_t end = (entry + 1) * block_size < first + count ? (entry + 1) * block_size : first + count;
                         if (entry * block_size >= first + count || most(first, end - rollback) > first + t) break;
-                        if (!table[entry]) continue;
-                        float* left = cache + table[entry] * cache_stride + 1 + place;
-                        for (int64_t k = 0; k < key_dim; ++k)
-                            std::memcpy(left + k * value_dim, matrix + k * columns, sizeof(float) * columns);
+                        if (!table[entry] || keeps_matrix(places, table[entry], read, first, base, waiting)) continue;
+                        leave(table[entry]);
                     }
                     const int64_t token = begin + t;
                     float* result = out + token * width + head * value_dim;
-                    add_token({keys + token * key_stride + head / repeats * key_dim,
-                               values + token * value_stride + head * value_dim,
-                               decays + token * of_decays + head * decay_dim,
-                               strengths ? strengths[token * heads + head] : 0.0f},
-                              queries + token * query_stride + head / repeats * key_dim, result);
-                    if (skip)
-                        for (int64_t i = column; i < column + columns; ++i)
-                            result[i] += skip[head] * skipped[token * skipped_stride + head * value_dim + i];
+                    add_token(given(token), queries + token * query_stride + head / repeats * key_dim, result);
+                    add_skipped(token, result);
                 }
             });
         }
@@ -218,14 +282,15 @@ void keep_inputs(const float* keys, int64_t key_stride, const float* values, int
                  const float* strengths, float* cache, int64_t cache_stride, const int32_t* tables, int64_t table_stride,
                  const int64_t* rows, const int32_t* contexts, const int32_t* starts, int64_t num_rows,
                  int64_t block_size, int64_t heads, int64_t of_keys, int64_t of_values, int64_t of_decays,
-                 int64_t matrix_size, int64_t rollback) {
+                 int64_t matrix_size, int64_t rollback, int64_t waiting) {
     const Places places{tables, table_stride, rows, contexts, starts, num_rows, block_size};
     const int64_t ring_width = of_keys + of_values + of_decays + heads;
-    places.each([&](int64_t begin, int64_t first, int64_t count, int64_t, const int32_t* table) {
+    places.each([&](int64_t begin, int64_t first, int64_t count, int64_t read, const int32_t* table) {
+        const int64_t before = first > 0 ? (int64_t)cache[read * cache_stride] : 0;
         places.each_write(table, first, first + count, [&](int64_t end, int64_t block) {
             float* state = cache + block * cache_stride;
             const int64_t base = most(first, end - rollback);
-            state[0] = (float)base;
+            if (!keeps_matrix(places, block, read, first, before, waiting)) state[0] = (float)base;
             for (int64_t p = base; p < end; ++p) {
                 float* kept = state + 1 + matrix_size + p % rollback * ring_width;
                 const int64_t token = begin + p - first;

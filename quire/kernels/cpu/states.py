@@ -201,6 +201,7 @@ def _recur(
         shape.value_dim,
         shape.decay_dim,
         shape.rollback,
+        shape.waiting,
     )
     bound().keep_inputs(
         keys.data_ptr(),
@@ -215,6 +216,7 @@ def _recur(
         *shape.input_sizes[:3],
         shape.matrix_size,
         shape.rollback,
+        shape.waiting,
     )
     return out
 

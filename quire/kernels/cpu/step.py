@@ -19,7 +19,7 @@ def gather_mixed(
     block_size: int,
     size: int,
 ) -> tuple[Tensor, ...]:
-    """See quire/ops/gather.py."""
+    """See quire/ops/step.py."""
     input_ids, positions = empty(size, dtype=torch.int64), empty(size, dtype=torch.int64)
     num_rows = rows.shape[0]
     bound().gather_mixed(
@@ -53,7 +53,7 @@ def gather_mixed(
 def gather_decode(
     rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
 ) -> tuple[Tensor, ...]:
-    """See quire/ops/gather.py."""
+    """See quire/ops/step.py."""
     count = rows.shape[0]
     input_ids, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
     contexts = empty(count, dtype=torch.int32)
@@ -75,7 +75,7 @@ def gather_sampling(
     num_prompt_tokens: Tensor,
     ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See quire/ops/gather.py."""
+    """See quire/ops/step.py."""
     count = rows.shape[0]
     parameters = empty(4, count, dtype=torch.float64)
     row_seeds, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
@@ -107,7 +107,7 @@ def place_drafts(
     num_tokens: Tensor,
     num_computed: Tensor,
 ) -> Tensor:
-    """See quire/ops/drafts.py."""
+    """See quire/ops/step.py."""
     bound().place_drafts(
         rows.data_ptr(),
         query_starts.data_ptr(),
@@ -137,7 +137,7 @@ def append_tokens(
     raw_highest: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """See quire/ops/append.py."""
+    """See quire/ops/step.py."""
     out = empty(len(tokens), 2, dtype=torch.int32)
     bound().append_tokens(
         rows.data_ptr(),
@@ -166,7 +166,7 @@ def append_greedy(
     scratch_row: int,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """See quire/ops/append.py."""
+    """See quire/ops/step.py."""
     count, size = logits.shape
     tokens, highest = empty(count, dtype=torch.int32), empty(count)
     bound().greedy(logits.data_ptr(), count, size, logits.stride(0), tokens.data_ptr(), highest.data_ptr())

@@ -13,9 +13,9 @@ constexpr int PER_WORD = 2, HEADER = 2;
 constexpr bool BIASES = false;
 constexpr int64_t DEPTH = 288;  // elements along k that a tile of weights holds
 #if defined(__AVX512VNNI__)
-constexpr int PASS_ROWS = 8;  // rows that a panel is multiplied with at a time
+constexpr int PASS_ROWS = 6;  // rows that a panel is multiplied with at a time
 // Rows for which making codes anew in every pass is faster than making a tile of them, if these have 4 bits and 8.
-constexpr int64_t MOST_PASSED_4 = 40, MOST_PASSED_8 = 16;
+constexpr int64_t MOST_PASSED_4 = 128, MOST_PASSED_8 = 6;
 #else
 constexpr int PASS_ROWS = MOST_DIRECT_ROWS;
 constexpr int64_t MOST_PASSED_4 = PASS_ROWS, MOST_PASSED_8 = PASS_ROWS;

@@ -16,8 +16,8 @@ constexpr int64_t DEPTH = 576;  // elements along k that a tile of weights holds
 #if defined(__AVX512VNNI__)
 // The instruction takes weights without a sign: those of 8 bits are 128 more, which sums begin without.
 constexpr bool BIASES = true;
-constexpr int PASS_ROWS = 8;  // see words16.h
-constexpr int64_t MOST_PASSED_4 = 96, MOST_PASSED_8 = 8;
+constexpr int PASS_ROWS = 6;  // see words16.h
+constexpr int64_t MOST_PASSED_4 = 128, MOST_PASSED_8 = 6;
 static inline Ints dot_words(Ints total, Ints w, Ints x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(w), "v"(x));  // not the intrinsic: see `dot`
     return total;

@@ -305,6 +305,8 @@ def _within_chunks(
     of_chunks = {"SLOT": SLOT, "ROWS": _ROWS, **sizes}
     values_block = max(16, triton.next_power_of_2(shape.value_dim))
     of_delta = {"VALUES": values_block, "LEVELS": CHUNK.bit_length() - 1, **of_values}
+    # Triton 3.6 on Hopper: four warps get wrong numbers for W and U where these are narrower than the inverse.
+    of_delta["num_warps"] = 4 if min(sizes["KEYS"], values_block) >= CHUNK else 8
     rounded = w = u = scores
     if strengths is not None:
         w = torch.empty(count, heads, shape.key_dim, dtype=scores.dtype, device=scores.device)

@@ -52,7 +52,7 @@ def _split_kernel(
     splits = tl.num_programs(2) if SHARED else 1  # not a constant, for which all would be compiled anew
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     index = tl.load(index_ptr + place)
-    if index < 0:  # padding of a recorded step
+    if index < 0:  # padding of a captured step
         return
     token = tl.load(tokens_ptr + place).to(tl.int64)
     # A query sees the row's keys up to its own.

@@ -64,7 +64,7 @@ def place_drafts(
     num_tokens: Tensor,
     num_computed: Tensor,
 ) -> Tensor:
-    """See quire/ops/drafts.py."""
+    """See quire/ops/step.py."""
     count = max(len(rows), len(sample_rows))
     _place_kernel[(triton.cdiv(count, _BLOCK),)](
         rows,

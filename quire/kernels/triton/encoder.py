@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 from quire.platform.transfer import upload
 
-_TILE = tl.constexpr(64)  # tokens of a partial sum, as TILE of ops/pooling.py
+_TILE = tl.constexpr(64)  # tokens of a partial sum, as TILE of ops/encoder.py
 _COLUMNS = 64
 
 

@@ -278,7 +278,7 @@ def select_keys(
     starts: Tensor,
     top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """See quire/ops/index.py."""
+    """See quire/ops/latent.py."""
     width = tables.shape[1] * keys.shape[1]
     found = select_rows(query, weights, keys, tables, rows, contexts, starts, top_k, width)
     return found.slots, found.counts

@@ -77,7 +77,7 @@ def _latent_kernel(
     rows_ptr,
     contexts_ptr,
     query_starts_ptr,
-    tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a recorded step
+    tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a captured step
     tile_offset_ptr,  # [tiles] first query of the tile within its row
     out_ptr,  # [tokens, heads, RANK]
     parts_ptr,  # [tiles, TILE, heads, segments, RANK] float32

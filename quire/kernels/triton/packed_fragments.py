@@ -1,6 +1,6 @@
 """Matmuls of up to 8 tokens with packed weights: matrix instructions whose operands never leave registers.
 
-A warp multiplies 16 lines by 8 tokens. Of each 128 columns (64 of bytes) a thread reads 16 bytes of two lines,
+A warp multiplies 16 lines by 8 tokens. Of each 128 columns a thread reads 16 bytes of two lines,
 unpacks them with a few bit operations and gives them to the matrix unit as they are: which thread has which columns
 is all the same to an inner sum, as long as the activations are read likewise. There is no shared memory in the loop
 and nothing to wait for but what is read. The warps of a program have different columns of the same lines.
@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.packed import CHUNK, E4M3, PackedWeight
+from quire.kernels.packed import PackedWeight
 from quire.kernels.triton.grouped_matmul import activated, empty_slots, weighted
 from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
-from quire.kernels.triton.packed_values import byte_values
 from quire.kernels.triton.tile_matmul import lines_of
 
 MAX_TOKENS = 8
@@ -37,7 +36,7 @@ def _assembly(kind: str) -> str:
         ".reg .b32 a<4>, b<2>, part, sign, power;",
         ".reg .f32 d<4>;",
         *(f"mov.b32 ${index}, 0; mov.f32 d{index}, 0f00000000;" for index in range(4)),
-        *(_bytes() if kind == "e4m3" else _slices(kind)),
+        *_slices(kind),
         *(f"add.f32 ${index}, ${index}, d{index};" for index in range(4)),
         "}",
     ]
@@ -65,29 +64,6 @@ def _slices(kind: str) -> list[str]:
     return lines
 
 
-def _bytes() -> list[str]:
-    """A word of four columns at a time: the first and the third, then the second and the fourth."""
-    lines = ["mov.b32 power, 0x7B807B80;"]  # 2 ** 120: the exponents of both types begin so far apart
-    for word in range(4):
-        for line in range(2):
-            source = f"${4 + 4 * line + word}"
-            lines += [
-                f"shl.b32 sign, {source}, 8;",
-                "and.b32 sign, sign, 0x80008000;",
-                f"shl.b32 part, {source}, 4;",
-                "lop3.b32 part, part, 0x07F007F0, sign, 0xEA;",
-                f"mul.bf16x2 a{line}, part, power;",
-                f"and.b32 sign, {source}, 0x80008000;",
-                f"shr.u32 part, {source}, 4;",
-                "lop3.b32 part, part, 0x07F007F0, sign, 0xEA;",
-                f"mul.bf16x2 a{2 + line}, part, power;",
-            ]
-        x = 12 + 2 * word
-        lines += [f"prmt.b32 b0, ${x}, ${x + 1}, 0x5410;", f"prmt.b32 b1, ${x}, ${x + 1}, 0x7632;"]
-        lines.append(_mma(word % 2, "b0", "b1"))
-    return lines
-
-
 def _unpacked(kind: str, to: str, word: int, piece: int, line: int) -> list[str]:
     """Two columns of one of the four slices of a word."""
     if kind == "int4":
@@ -109,9 +85,7 @@ def _unpacked(kind: str, to: str, word: int, piece: int, line: int) -> list[str]
 
 _INT4: tl.constexpr = tl.constexpr(_assembly("int4"))
 _E2M1: tl.constexpr = tl.constexpr(_assembly("e2m1"))
-_E4M3: tl.constexpr = tl.constexpr(_assembly("e4m3"))
 _OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 28))
-_BYTE_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
 
 
 @triton.jit
@@ -173,32 +147,6 @@ def _in_fragments(lower, upper, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _byte_sums(words, x, SHIFT: tl.constexpr, UPPER: tl.constexpr, WARPS: tl.constexpr):
-    """What one byte of words of 8 lines gives for each of 8 tokens, x being in one half of words: [WARPS, 8, 8]."""
-    value = byte_values(((words >> SHIFT) & 255).to(tl.uint8), tl.float32, "e4m3", False)
-    other = (x & -65536).to(tl.float32, bitcast=True) if UPPER else _plain(x)
-    return tl.sum(tl.reshape(value, [WARPS, 8, 1, 16]) * tl.reshape(other, [WARPS, 1, 8, 16]), axis=3)
-
-
-@triton.jit
-def _byte_product(low, high, x0, x1, ASM: tl.constexpr, WARPS: tl.constexpr):
-    """The same of bytes."""
-    if ASM:
-        out = tl.inline_asm_elementwise(
-            _E4M3, _BYTE_OPERANDS, [low, high, x0, x1], dtype=tl.float32, is_pure=True, pack=4
-        )
-    else:
-        x = tl.reshape(tl.permute(tl.join(x0, x1), (0, 2, 1)), [32 * WARPS, 4, 2])
-        a, b = tl.split(x)
-        lower = _byte_sums(low, a, 0, False, WARPS) + _byte_sums(low, a, 8, True, WARPS)
-        lower += _byte_sums(low, b, 16, False, WARPS) + _byte_sums(low, b, 24, True, WARPS)
-        upper = _byte_sums(high, a, 0, False, WARPS) + _byte_sums(high, a, 8, True, WARPS)
-        upper += _byte_sums(high, b, 16, False, WARPS) + _byte_sums(high, b, 24, True, WARPS)
-        out = _in_fragments(lower, upper, WARPS)
-    return out
-
-
-@triton.jit
 def _scale_at(scale_ptr, at, ASM: tl.constexpr):
     """Scales as float32, two addresses of a thread being the same."""
     if not ASM:
@@ -207,17 +155,17 @@ def _scale_at(scale_ptr, at, ASM: tl.constexpr):
     kind: tl.constexpr = scale_ptr.dtype.element_ty
     if kind == tl.float16:
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 h; ld.global.nc.b16 h, [$2]; cvt.f32.f16 $0, h; mov.b32 $1, $0; }",
-            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+            "{ .reg .b16 h; ld.global.b16 h, [$2]; cvt.f32.f16 $0, h; mov.b32 $1, $0; }",
+            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=False, pack=2,
         )  # fmt: skip
     if kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.nc.b16 h, [$2]; mov.b32 $0, {z, h}; mov.b32 $1, $0; }",
-            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+            "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.b16 h, [$2]; mov.b32 $0, {z, h}; mov.b32 $1, $0; }",
+            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=False, pack=2,
         )  # fmt: skip
     return tl.inline_asm_elementwise(
-        "ld.global.nc.b32 $0, [$2]; mov.b32 $1, $0;",
-        "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+        "ld.global.b32 $0, [$2]; mov.b32 $1, $0;",
+        "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 
@@ -227,19 +175,19 @@ def _byte_at(ptr, at, ASM: tl.constexpr):
     if not ASM:
         return tl.load(ptr + at).to(tl.int32) & 255
     return tl.inline_asm_elementwise(
-        "ld.global.nc.u8 $0, [$1];", "=r,l", [ptr + at], dtype=tl.int32, is_pure=True, pack=1
+        "ld.global.u8 $0, [$1];", "=r,l", [ptr + at], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
 def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr, GROUP: tl.constexpr,
-                PIECE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                ASM: tl.constexpr):  # fmt: skip
     """Scales of a piece, and what is taken from or multiplied into its weights: twice the same bfloat16."""
     if KIND == "e2m1":
         power = _byte_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
         scale, zero = power.to(tl.float32), (power + 63) * 0x00800080
     else:
-        at = groups + (piece * PIECE // GROUP)[:, None]
+        at = groups + (piece * 128 // GROUP)[:, None]
         scale = _scale_at(scale_ptr, at, ASM)
         if zero_ptr is None:
             zero = tl.full(scale.shape, 0x43084308, tl.int32)
@@ -252,6 +200,34 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
 def _with(values, value):
     """A tuple with one value more."""
     return values + (value,)  # noqa: RUF005 (the JIT compiler does not take (*values, value))
+
+
+@triton.jit
+def _stay(threads):
+    """What was asked for before is not moved behind this by the assembler, which would save registers so."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [threads], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _read(
+    first, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ASM: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Codes of two lines, scales and zeros of the pieces from `first` on, each WARPS behind the one before."""
+    lows, highs, scales, zeros = (), (), (), ()
+    for number in tl.static_range(PIECES):
+        piece = first + number * WARPS
+        present = piece * 128 + 64 * chunk < K
+        at = tl.multiple_of(16 * piece, 16)[:, None]
+        low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
+        high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
+        there = tl.where(present, piece, 0)
+        scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, ASM)
+        lows, highs = _with(lows, low), _with(highs, high)
+        scales, zeros = _with(scales, scale), _with(zeros, zero)
+    return lows, highs, scales, zeros
 
 
 @triton.jit
@@ -268,7 +244,7 @@ def _packed_fragment_kernel(
     num_rows,
     N,
     K,
-    KIND: tl.constexpr,  # of codes: int4, e2m1, e4m3
+    KIND: tl.constexpr,  # of codes: int4, e2m1
     ACTIVATION: tl.constexpr,
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,
@@ -285,9 +261,7 @@ def _packed_fragment_kernel(
     thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 4)[None, :]
     warp, lane = thread // 32, thread % 32
     index, quarter = lane // 4, lane % 4
-    BYTES: tl.constexpr = KIND == "e4m3"
-    PIECE: tl.constexpr = 64 if BYTES else 128
-    chunk = quarter * 0 if BYTES else quarter // 2
+    chunk = quarter // 2
     row = tl.minimum(index, num_rows - 1)
     expert = tl.zeros([], tl.int64)
     if ids_ptr is not None:
@@ -299,40 +273,48 @@ def _packed_fragment_kernel(
     else:
         first_line, apart = tl.minimum(8 * tile + index, N // 2 - 1), N // 2
     line = expert * N + first_line
-    width = tl.multiple_of(K // 4, 16) if BYTES else tl.multiple_of(K // 8, 8)
+    width = tl.multiple_of(K // 8, 8)
     low_at = codes_ptr + tl.multiple_of(line * width + 4 * quarter, 4)[:, None] + i
     high_at = codes_ptr + tl.multiple_of((line + apart) * width + 4 * quarter, 4)[:, None] + i
-    begin = 8 * quarter if BYTES else 32 * chunk + 4 * (quarter % 2)
+    begin = 32 * chunk + 4 * (quarter % 2)
     x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + begin, 4)[:, None] + i
     groups = (line[:, None] + i // 2 * apart) * (K // GROUP)
     acc = tl.zeros([32 * WARPS, 4], tl.float32)
-    for first in range(0, tl.cdiv(K, PIECE), WARPS * PIECES):
-        lows, highs, scales, zeros = (), (), (), ()
+    STEP: tl.constexpr = WARPS * PIECES
+    read = _read(warp, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K, KIND, GROUP, ASM, WARPS, PIECES)
+    wait_for_predecessor(PDL)
+    for first in range(0, tl.cdiv(K, 128), STEP):
+        # The next pieces are on their way while these are multiplied.
+        after = _read(
+            first + STEP + warp,
+            chunk,
+            i,
+            low_at,
+            high_at,
+            scale_ptr,
+            zero_ptr,
+            groups,
+            K,
+            KIND,
+            GROUP,
+            ASM,
+            WARPS,
+            PIECES,
+        )
+        if ASM and KIND == "int4":
+            _stay(warp)
+        lows, highs, scales, zeros = read
         for number in tl.static_range(PIECES):
             piece = first + number * WARPS + warp
-            present = piece * PIECE + 64 * chunk < K
-            at = tl.multiple_of(16 * piece, 16)[:, None]
-            low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-            high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-            there = tl.where(present, piece, 0)
-            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, PIECE, ASM)
-            lows, highs = _with(lows, low), _with(highs, high)
-            scales, zeros = _with(scales, scale), _with(zeros, zero)
-        wait_for_predecessor(PDL)
-        for number in tl.static_range(PIECES):
-            piece = first + number * WARPS + warp
-            present = (piece * PIECE + 64 * chunk < K)[:, None]
-            x_piece = x_at + tl.multiple_of(piece * (PIECE // 2), 32)[:, None]
+            present = (piece * 128 + 64 * chunk < K)[:, None]
+            x_piece = x_at + tl.multiple_of(piece * 64, 32)[:, None]
             x0 = tl.load(x_piece, mask=present, other=0)
-            if BYTES:
-                x1 = tl.load(x_piece + 4, mask=present, other=0)
-                part = _byte_product(lows[number], highs[number], x0, x1, ASM, WARPS)
-            else:
-                x1 = tl.load(x_piece + 8, mask=present, other=0)
-                x2 = tl.load(x_piece + 16, mask=present, other=0)
-                x3 = tl.load(x_piece + 24, mask=present, other=0)
-                part = _piece_product(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
+            x1 = tl.load(x_piece + 8, mask=present, other=0)
+            x2 = tl.load(x_piece + 16, mask=present, other=0)
+            x3 = tl.load(x_piece + 24, mask=present, other=0)
+            part = _piece_product(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
             acc += part if KIND == "e2m1" else part * scales[number]
+        read = after
     sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
     out = tl.reshape(tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 2, 1, 3)), [16, 8])
     if KIND == "e2m1":
@@ -388,9 +370,7 @@ def _fits(weight: PackedWeight) -> bool:
         return weight.group == 32 and weight.scales.dtype == torch.uint8
     if weight.scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if weight.has_bytes:
-        return weight.codes.dtype == E4M3 and weight.group % CHUNK == 0
-    return weight.group % _COLUMNS == 0
+    return not weight.has_bytes and weight.group % _COLUMNS == 0
 
 
 def packed_fragments(

@@ -6,6 +6,8 @@ shape of the weight alone, so that a token's bits do not depend on the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from quire.kernels.triton.grouped_configs import shapes_for
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 from quire.kernels.triton.launch import multiprocessors
+from quire.kernels.triton.packed_fragments import fragments_fit, packed_fragments
 from quire.kernels.triton.packed_matmul import _kind, packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import packed_wide, wide_fits
@@ -68,7 +71,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
     fast = None
-    if rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
+    if rows == 1 and fragments_fit(x, weight):
+        fast = _linear_of_fragments
+    elif rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
         fast = _linear_of_one_row
     elif 1 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
         fast = _wide_linear
@@ -81,6 +86,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
         return fast(x, weight, bias, activation)
     programs = 4 if rows <= _MAX_FEW_ROWS else 2
     return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
+
+
+def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    _, n, k = weight.sizes
+    warps, pieces = (8, 2) if k > _MAX_LINES_ALONE else (4, 4 if n <= _MAX_LINES_ALONE else 2)
+    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=warps, pieces=pieces)
 
 
 def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -174,8 +185,11 @@ def _unpacked_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
 def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
     expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
-    a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
-    y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
+    multiply: Callable[..., Tensor] = packed_rows
+    if fragments_fit(x, gate_up, down):
+        multiply = partial(packed_fragments, warps=4, pieces=2)
+    a = multiply(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
+    y = multiply(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 

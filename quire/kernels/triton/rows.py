@@ -64,7 +64,7 @@ def write_blocks(tables: Tensor, packed: Tensor) -> Tensor:
 
 
 def start_rows(token_ids: Tensor, numbers: Tensor, packed: Tensor, count: int, longest: int) -> tuple[Tensor, Tensor]:
-    """See quire/ops/rows.py. `packed` may lie in pinned memory."""
+    """See quire/ops/step.py. `packed` may lie in pinned memory."""
     _start_rows_kernel[(count, triton.cdiv(longest, _TOKENS))](
         packed,
         token_ids,

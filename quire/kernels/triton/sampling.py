@@ -388,7 +388,7 @@ def scan(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, f
 
 
 def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See quire/ops/draw_within.py."""
+    """See quire/ops/draw.py."""
     count, vocab_size = logits.shape
     groups, chunks = triton.cdiv(vocab_size, GROUP), triton.cdiv(vocab_size, _CHUNK)
 

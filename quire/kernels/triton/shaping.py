@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
-_CHUNK = 4096  # tokens of a program, as in quire/ops/keep_allowed.py
+_CHUNK = 4096  # tokens of a program, as in quire/ops/shaping.py
 _ENTRIES = 64  # edits at a time
 _POSITIONS = 1024  # tokens of a row that a program counts
 _FIXED_COLUMNS = 4  # of an edit, as in quire/ops/shaping.py
@@ -57,7 +57,7 @@ def _keep_allowed_kernel(
 def keep_allowed(
     logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See quire/ops/keep_allowed.py."""
+    """See quire/ops/shaping.py."""
     count, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK)
     out = torch.empty(count, vocab_size, dtype=torch.float32, device=logits.device)

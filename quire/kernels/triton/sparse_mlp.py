@@ -122,3 +122,29 @@ def sparse_mlp_fixed(
         both = fixed_matmul.gated_linear(x, shared[0], None, activation)
         routed = add_shared(routed, fixed_matmul.linear_transposed(both, shared[1]), None)
     return routed.unsqueeze(0)
+
+
+def grouped_gate_up(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The first of the two matmuls by itself, in the same order: [n, k, f]."""
+    n, k = expert_ids.shape
+    width = weight.shape[1] // 2
+    return _tiled(x, expert_ids, weight, bias, width, k, activation).view(n, k, width)
+
+
+def grouped_down(a: Tensor, expert_ids: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The second: a [n, k, f] -> [n, h]."""
+    n, k, width = a.shape
+    return add_slots(_tiled(a.flatten(0, 1), expert_ids, weight, bias, width, 1).view(n, k, -1), weights)
+
+
+def _tiled(
+    x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, width: int, per_row: int, activation: str = ""
+) -> Tensor:
+    """Line s // per_row of x times the matrix of slot s's expert: [n * k, outputs]."""
+    num_experts, outputs, _ = weight.shape
+    if x.shape[0] == 0:
+        return x.new_empty(0, outputs // 2 if activation else outputs)
+    mean, shapes = expert_ids.numel() / num_experts, shapes_for(num_experts, width, x.dtype)
+    shape = shapes.few if mean <= FEW else shapes.some if mean <= SOME else shapes.many
+    slots = sort_slots(expert_ids, num_experts, shape.bt)
+    return grouped_tiles(x.contiguous(), slots, weight, bias, per_row, shape, activation)

@@ -15,7 +15,7 @@ _CHUNK = 8192
 _TOKENS = 128  # of a step with prompts, for a program
 _BAD_LOGITS = tl.constexpr(status.BAD_LOGITS)
 _NO_TOKEN = tl.constexpr(status.NO_TOKEN)
-_OVERFLOW = tl.constexpr(status.OVERFLOW)
+_OVERFLOWS = tl.constexpr(status.OVERFLOWS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -152,7 +152,7 @@ def _append_kernel(
         raw = tl.max(
             tl.load(raw_ptr + index * raw_chunks + chunks, mask=chunks < raw_chunks, other=float("-inf")), axis=0
         )
-        code = tl.where(highest == float("-inf"), _NO_TOKEN, tl.where(highest == float("inf"), _OVERFLOW, 0))
+        code = tl.where(highest == float("-inf"), _NO_TOKEN, tl.where(highest == float("inf"), _OVERFLOWS, 0))
     code = tl.where((raw == float("inf")) | (raw == float("-inf")), _BAD_LOGITS, code)
     tl.store(out_ptr + 2 * index, token.to(tl.int32))
     tl.store(out_ptr + 2 * index + 1, code.to(tl.int32))
@@ -167,7 +167,7 @@ def _append_kernel(
 def gather_decode(
     rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
 ) -> tuple[Tensor, ...]:
-    """See quire/ops/gather.py."""
+    """See quire/ops/step.py."""
     count, num_groups = rows.shape[0], tables.shape[0]
     input_ids, positions = torch.empty_like(rows), torch.empty_like(rows)
     contexts = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -203,7 +203,7 @@ def gather_mixed(
     block_size: int,
     size: int,
 ) -> tuple[Tensor, ...]:
-    """See quire/ops/gather.py."""
+    """See quire/ops/step.py."""
     num_groups, device = tables.shape[0], rows.device
     input_ids, positions = torch.empty(2, size, dtype=torch.int64, device=device).unbind(0)
     slots = torch.empty(num_groups, size, dtype=torch.int64, device=device)
@@ -253,7 +253,7 @@ def append_greedy(
     scratch_row: int,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """See quire/ops/append.py."""
+    """See quire/ops/step.py."""
     return _append(*find_highest(logits), rows, token_ids, num_tokens, num_computed, scratch_row, ahead=ahead)
 
 
@@ -268,7 +268,7 @@ def append_tokens(
     raw_highest: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """See quire/ops/append.py."""
+    """See quire/ops/step.py."""
     state = (token_ids, num_tokens, num_computed)
     return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row, raw_highest, ahead)
 

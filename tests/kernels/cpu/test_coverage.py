@@ -85,6 +85,7 @@ COVERED = {
     "unpack_rows": Held(LOOKED_UP, "test_any_blocks", LOOKED_UP),
     "gelu": Held(*["test_gelu"] * 3),
     **dict.fromkeys(("shrink_lora", "expand_lora"), Held(*["test_adapters_are_added_token_by_token"] * 3)),
+    "expand_lora_gated": Held(*["test_adapters_are_added_before_an_activation"] * 3),
     **{
         name: Held(*["test_tokens_have_the_slots_of_their_rows"] * 3)
         for name in ("gather_adapters", "select_adapters", "tile_adapters", "look_up_lora", "pick_adapters")
@@ -108,6 +109,14 @@ COVERED = {
     **dict.fromkeys(
         ("send_to_stage", "receive_from_stage"),
         Held(*["test_a_link_hands_on_messages_of_any_size_in_their_order"] * 3),
+    ),
+    **dict.fromkeys(
+        ("scatter_rows_over_ranks", "gather_rows_over_ranks", "own_rows"),
+        Held(*["test_rows_of_a_sum_are_scattered_and_gathered"] * 3),
+    ),
+    **dict.fromkeys(
+        ("scatter_rows_over_sockets", "gather_rows_over_sockets"),
+        Held(*["test_rows_of_a_sum_over_sockets_are_scattered_and_gathered"] * 3),
     ),
     "sum_over_sockets": Held(*["test_sums_over_sockets_have_the_bits_of_shared_memory"] * 3),
     "gather_over_sockets": Held(*["test_columns_over_sockets_are_in_rank_order"] * 3),

@@ -9,9 +9,8 @@ import torch
 
 from quire.kernels.cpu.encoder import prompt_sums
 from quire.ops.base import Op
-from quire.ops.index import SELECT_KEYS
-from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
-from quire.ops.pooling import PROMPT_SUMS
+from quire.ops.encoder import ADD_PLACES, MARK_SECOND, POSITIONS_OF, PROMPT_SUMS
+from quire.ops.latent import SELECT_KEYS
 from tests.kernels.cpu.test_extremes import each_instruction_set, using
 from tests.ops.inputs import INPUTS
 

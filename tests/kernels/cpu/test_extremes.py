@@ -14,9 +14,9 @@ from quire.attention.cpu_native import NativeAttention
 from quire.kernels.cpu import ops
 from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Product
 from quire.loader.gguf_quants import dequantize
-from quire.ops import activation, choice, norm
-from quire.ops.draw_within import draw_within
-from quire.ops.soft_cap import soft_cap
+from quire.ops import activation, draw, norm
+from quire.ops.draw import draw_within
+from quire.ops.scale import soft_cap
 from tests.attention.test_cpu_native import native
 from tests.attention.test_torch_ref import dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
@@ -279,8 +279,8 @@ def test_draws(isa: str, size: int, limits: tuple[float, float, float]) -> None:
     assert ((found >= 0) & (found < size)).all()
     assert_bits(highest, expected_highest)
     assert torch.equal(alone[0], found[part])
-    assert torch.equal(ids[~best.isnan()], choice.first_max(logits)[0][~best.isnan()])
-    assert_bits(best, choice.first_max(logits)[1])
+    assert torch.equal(ids[~best.isnan()], draw.first_max(logits)[0][~best.isnan()])
+    assert_bits(best, draw.first_max(logits)[1])
 
 
 @each_instruction_set

@@ -20,10 +20,13 @@ from tests.kernels.cpu.isa import examples
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
-GROUPS = {"code4_min_16": 16, "e2m1": 32, "e2m1_16": 16, "nf4": 32, "fp4": 32, "e4m3": 32, "e5m2": 32}
+GROUPS = {
+    **{"code4_min_f32": 32, "code8_min_f32": 32, "code8_f32": 16, "code8_32": 32, "code4_min_16": 16},
+    **{"e2m1": 32, "e2m1_16": 16, "nf4": 32, "fp4": 32, "e4m3": 32, "e5m2": 32},
+}
 KINDS = (*BLOCK_TYPES, *STORAGES, *GROUPS)
 # Weights that rows of integers can be multiplied with.
-CODED = (*BLOCK_TYPES, "int8", "int4", "e2m1", "e2m1_16")
+CODED = (*BLOCK_TYPES, "int8", "int4", "code4_min_f32", "code8_min_f32", "code8_f32", "code8_32", "e2m1", "e2m1_16")
 ARITHMETIC = [*((kind, "float32") for kind in KINDS), *((kind, bits) for kind in CODED for bits in ("int16", "int8"))]
 
 
@@ -53,8 +56,9 @@ def parts(kind: str, rows: int, inner: int, seed: int) -> tuple[Tensor, Tensor, 
     if kind in ("e4m3", "e5m2"):
         floats = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
         return torch.randn(rows, inner, generator=generator).to(floats), scales, None
-    codes = torch.randint(0, 16, (rows, inner), generator=generator)
-    return codes, scales, minima if kind == "code4_min_16" else None
+    low, high = (-128, 128) if kind.startswith("code8") else (0, 16)
+    codes = torch.randint(low, high, (rows, inner), generator=generator)
+    return codes, scales, minima if "_min" in kind else None
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -112,6 +116,12 @@ def test_any_blocks_keep_their_values(type: str, rows: int, blocks: int, seed: i
     assert_same(matrix.dequantize(), dequantize(data.reshape(-1), type, (rows, inner)))
     assert (matrix.rows, matrix.inner) == (rows, inner)
     assert matrix.num_bytes == packed_bytes(type, rows, inner)
+
+
+@pytest.mark.parametrize(("type", "bits"), [("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 8.5625)])
+def test_integer_scales_stay_integers(type: str, bits: float) -> None:
+    """As float32 they took 6 and 10 bits a weight, which decode reads once a token."""
+    assert packed_bytes(type, 64, 1024) == 64 * 1024 * bits / 8
 
 
 @pytest.mark.parametrize("type", BLOCK_TYPES)

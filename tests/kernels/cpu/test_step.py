@@ -10,13 +10,10 @@ from torch import Tensor
 
 from quire.kernels.cpu import library
 from quire.kernels.cpu.step import append_greedy
-from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
-from quire.ops.drafts import PLACE_DRAFTS
-from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
-from quire.ops.keep_allowed import KEEP_ALLOWED
-from quire.ops.shaping import EDIT_LOGITS, PENALIZE
+from quire.ops.shaping import EDIT_LOGITS, KEEP_ALLOWED, PENALIZE
+from quire.ops.step import APPEND_GREEDY, APPEND_TOKENS, GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING, PLACE_DRAFTS
 from quire.types.status import BAD_LOGITS, OK
 from tests.kernels.cpu.isa import each_instruction_set, using
 from tests.ops.inputs import INPUTS

@@ -193,7 +193,7 @@ def experts(all_shapes: bool) -> None:
 
 
 def lines(all_shapes: bool) -> None:
-    from quire.kernels.triton import activation, encoder, gather, layer_norm, norm, scale_rows
+    from quire.kernels.triton import activation, encoder, gather, layer_norm, norm, rank_sum, scale_rows
 
     for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
         x, weight = numbers(rows, width), numbers(width)
@@ -203,6 +203,8 @@ def lines(all_shapes: bool) -> None:
         layer_norm.add_layer_norm(x, x, weight, weight, 1e-6)
         norm.add_rms_norm_split_k(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
         norm.add_rms_norm_split_k(numbers(2, rows, width), x, weight, 1e-6)  # of two ranks
+        for ranks in (2, 3, 8):
+            rank_sum.rank_sum(numbers(ranks, rows, width))
         if has_fp8():
             norm.rms_norm_fp8(x, weight, 1e-6)
             norm.add_rms_norm_fp8(x, x, weight, 1e-6)
@@ -241,7 +243,7 @@ def batch(queries: list[int], contexts: list[int]) -> Any:
 
 def attention(all_shapes: bool) -> None:
     """Both backends, with prompts, prefix hits, single queries, and decode steps of few and many rows."""
-    from quire.attention.base import AttentionSpec, HeadNorm
+    from quire.attention.base import AttentionSpec, HeadNorm, LayerCache
     from quire.attention.triton import DecodeKind, TritonAttention
     from quire.attention.triton_fixed import FixedTritonAttention
 
@@ -267,17 +269,21 @@ def attention(all_shapes: bool) -> None:
             tokens = int(metadata.batch.query_starts[-1])
             rotation = (angles[0][:tokens], angles[1][:tokens])
             qkv = numbers(tokens, 32 * head_dim)
-            query = backend.write(spec, qkv, norm if head_dim in (64, 128) else None, rotation, cache, metadata)
-            backend.attend(spec, query, cache, metadata)
+            at = LayerCache(spec, cache, metadata)
+            backend.attend(at, backend.write(at, qkv, norm if head_dim in (64, 128) else None, rotation))
 
 
 def latent(all_shapes: bool) -> None:
     """Latent attention of DeepSeek-V2-Lite's and V3's heads, dense and sparse, in both modes."""
-    from quire.attention.base import AttentionSpec, Written
+    from quire.attention.base import AttentionSpec, LayerCache, Written
     from quire.attention.latent import IndexInputs, LatentWeights
     from quire.attention.triton import DecodeKind
-    from quire.attention.triton_latent import FixedTritonLatentAttention, TritonLatentAttention
-    from quire.attention.triton_sparse import FixedTritonSparseAttention, TritonSparseAttention
+    from quire.attention.triton_latent import (
+        FixedTritonLatentAttention,
+        FixedTritonSparseAttention,
+        TritonLatentAttention,
+        TritonSparseAttention,
+    )
 
     torch.bmm = lambda a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     kinds = [
@@ -300,8 +306,8 @@ def latent(all_shapes: bool) -> None:
             projected = numbers(tokens, heads * 192 + 576)
             q, kv = projected[:, : heads * 192].unflatten(-1, (heads, 192)), projected[:, heads * 192 :]
             rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
-            written = backend.write_latent(spec, weights, q, kv, rotation, cache, metadata)
-            backend.attend_latent(spec, weights, written, cache, metadata)
+            at = LayerCache(spec, cache, metadata)
+            backend.attend_latent(at, weights, backend.write_latent(at, weights, q, kv, rotation))
     for backend in (TritonSparseAttention(), FixedTritonSparseAttention()):  # as in DeepSeek-V3.2
         spec = AttentionSpec(128, 1, 576, 0.1, value_dim=512, index_dim=128, top_k=2048)
         cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 704, BF16), dtype=BF16)
@@ -309,11 +315,10 @@ def latent(all_shapes: bool) -> None:
         for step in (batch([1], [4000]), batch([300, 1], [3000, 40])):
             tokens = int(step.query_starts[-1])
             index = IndexInputs(numbers(tokens, 64, 128), numbers(tokens, 128), numbers(tokens, 640)[:, :64])
-            metadata = backend.prepare_eager(step)
+            at = LayerCache(spec, cache, backend.prepare_eager(step))
             rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
-            of_index = backend.write_index(spec, index, rotation, cache, metadata)
-            written = Written(numbers(tokens, 128, 576), of_index=of_index)
-            backend.attend_latent(spec, weights, written, cache, metadata)
+            written = Written(numbers(tokens, 128, 576), of_index=backend.write_index(at, index, rotation))
+            backend.attend_latent(at, weights, written)
 
 
 def sampling(all_shapes: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionSpec, HeadNorm, make_batch
+from quire.attention.base import AttentionBackend, AttentionSpec, HeadNorm, LayerCache, make_batch
 from quire.attention.torch_ref import TorchAttention
 from quire.types.errors import ConfigError
 from tests.attention.test_torch_ref import dense
@@ -66,8 +66,8 @@ def run(
         tables = steps.tables[rows].to(device)
         metadata = backend.prepare_eager(make_batch(counts, contexts, tables, torch.cat(slots).to(device), BLOCK))
         rotation = (cos.to(device), sin.to(device))
-        query = backend.write(spec, qkv.to(device), norm, rotation, cache, metadata)
-        results.append(backend.attend(spec, query, cache, metadata).cpu())
+        at_step = LayerCache(spec, cache, metadata)
+        results.append(backend.attend(at_step, backend.write(at_step, qkv.to(device), norm, rotation)).cpu())
     return results
 
 

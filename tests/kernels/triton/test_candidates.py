@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.ops import candidates as ops
-from quire.ops.draw_within import draw_within
+from quire.ops.draw import draw_within
 from tests.kernels.device import DEVICE
 from tests.kernels.triton.paged import needs_triton
 from tests.ops.inputs.candidates import generate_among, generate_offer

@@ -25,7 +25,7 @@ PARTS = {
         *("add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_fragments", "packed_matmul"),
         *("packed_rows", "packed_wide", "routing"),
     },
-    "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
+    "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "rank_sum", "scale_rows"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",

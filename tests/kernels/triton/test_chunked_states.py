@@ -142,7 +142,7 @@ def test_states_are_those_of_single_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta", "state_space"])
 def test_rows_of_all_lengths_in_one_step(kind: str) -> None:
-    """Long and short rows, in chunks and token by token, each as if it were alone; padding stays out."""
+    """Long and short rows, in chunks and token by token, each as if it were alone, up to rounding."""
     arguments, rows = given(kind, 120), [(0, 1), (0, 33), (0, 2), (0, 66), (0, 0), (0, 5), (0, 0)]
     tables = 1 + torch.arange(7 * 5, dtype=torch.int32).view(7, 5)
     together = run(kind, arguments, new_cache(kind), places_of(rows, tables))
@@ -151,7 +151,7 @@ def test_rows_of_all_lengths_in_one_step(kind: str) -> None:
         if count:
             part = of_tokens(kind, arguments, slice(begin, begin + count))
             alone = run(kind, part, new_cache(kind), places_of([(0, count)], TABLE))
-            assert torch.equal(together[begin : begin + count], alone)
+            torch.testing.assert_close(together[begin : begin + count], alone, atol=2e-5, rtol=2e-5)
         begin += count
     assert not together[begin:].any()
 

@@ -149,7 +149,7 @@ INDEX = (5, 24, 20)
 
 
 def sparse(make_fixed: bool) -> Any:
-    from quire.attention.triton_sparse import FixedTritonSparseAttention, TritonSparseAttention
+    from quire.attention.triton_latent import FixedTritonSparseAttention, TritonSparseAttention
 
     return type("Small", (FixedTritonSparseAttention if make_fixed else TritonSparseAttention,), SMALL)()
 

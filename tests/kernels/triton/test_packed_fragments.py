@@ -5,8 +5,6 @@ Here the interpreter checks which thread reads what; the instructions themselves
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,16 +14,6 @@ from tests.kernels.triton.paged import needs_triton
 from tests.kernels.triton.test_packed_matmul import make_packed
 
 pytestmark = needs_triton
-
-
-def make_weight(n: int, k: int, group: int, kind: str) -> tuple[Any, Tensor]:
-    from quire.kernels.packed import E4M3, PackedWeight
-
-    if kind != "e4m3":
-        return make_packed(1, n, k, group, kind)
-    codes, scales = torch.randn(1, n, k).to(E4M3), torch.rand(1, n, k // group) + 0.5
-    codes[0, 0, :8] = torch.tensor([448.0, -448.0, 2**-9, -(2**-9), 0.0, 0.015625, 1.0, -1.75]).to(E4M3)
-    return PackedWeight(codes.to(DEVICE), scales.to(DEVICE)), PackedWeight(codes, scales).unpacked()
 
 
 def close(found: Tensor, expected: Tensor, rounding: float) -> None:
@@ -41,15 +29,13 @@ def close(found: Tensor, expected: Tensor, rounding: float) -> None:
         ("zeros", 128, 384, 3, 1, 2),
         ("implied", 128, 384, 1, 4, 1),
         ("zeros", 384, 384, 8, 2, 2),
-        ("e4m3", 64, 320, 3, 2, 2),
-        ("e4m3", 128, 384, 1, 4, 2),
     ],
 )
 def test_few_rows(kind: str, group: int, k: int, rows: int, warps: int, pieces: int) -> None:
     from quire.kernels.triton.packed_fragments import fragments_fit, packed_fragments
 
     torch.manual_seed(0)
-    weight, dense = make_weight(40, k, group, kind)
+    weight, dense = make_packed(1, 40, k, group, kind)
     x, bias = torch.randn(rows, k).bfloat16(), torch.randn(1, 40)
     assert fragments_fit(x.to(DEVICE), weight)
     expected = x.float() @ dense[0].T + bias

@@ -157,12 +157,34 @@ def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
     close(out, (expected.view(3, 2, -1) * shares[:, :, None]).transpose(0, 1))
 
 
-@pytest.mark.parametrize("kind", ["e2m1", "zeros"])
+def make_bytes(experts: int, n: int, k: int, kind: str) -> Any:
+    """Codes of 8 bits; "minima" and "line_scale" (NVFP4) have 4."""
+    from quire.kernels.packed import E4M3, PackedWeight, pack_codes
+
+    generator = torch.Generator().manual_seed(k)
+    values = torch.randn(experts, n, k, generator=generator)
+    small = pack_codes(torch.randint(0, 16, (experts, n, k), generator=generator))
+    group = {"minima": 32, "line_scale": 16}.get(kind, 64)
+    scales = torch.rand(experts, n, k // group, generator=generator) + 0.5
+    lines = torch.rand(experts, n, generator=generator) + 0.5
+    made = {
+        "int8": PackedWeight((values * 40).to(torch.int8), scales / 40),
+        "e4m3": PackedWeight(values.to(E4M3), scales),
+        "minima": PackedWeight(small, scales, minima=-8 * scales),
+        "line_scale": PackedWeight(small, scales.to(E4M3), is_float=True, line_scale=lines),
+    }[kind]
+    return tree_map(lambda part: part.to(DEVICE) if isinstance(part, Tensor) else part, made)
+
+
+@pytest.mark.parametrize("kind", ["e2m1", "zeros", "int8", "e4m3", "minima", "line_scale"])
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp_fixed
 
     group, generator = 32 if kind == "e2m1" else 64, torch.Generator().manual_seed(0)
-    gate_up, down = (make_packed(4, n, k, group, kind)[0] for n, k in ((128, 128), (64, 64)))
+    gate_up, down = (
+        make_packed(4, n, k, group, kind)[0] if kind in ("e2m1", "zeros") else make_bytes(4, n, k, kind)
+        for n, k in ((128, 128), (64, 64))
+    )
     single = type(gate_up)(*(part[:1] if isinstance(part, Tensor) else part for part in gate_up))
     x = torch.randn(70, 128, generator=generator).to(DEVICE, HALF) / 16
     ids = torch.rand(70, 4, generator=generator).argsort(-1)[:, :2].to(DEVICE, torch.int32)
@@ -199,7 +221,7 @@ def test_every_kind_of_codes(seed: int) -> None:
     """4 and 8 bits, scales for 16 columns and more, minima, and a scale for each line."""
     from quire.kernels.triton.packed_matmul import unpack
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
-    from quire.ops import packed
+    from quire.ops import grouped
     from quire.ops.split_k import sum_of
     from tests.ops.inputs.packed import generate_linear_inputs, generate_packed_sparse_inputs
 
@@ -208,8 +230,8 @@ def test_every_kind_of_codes(seed: int) -> None:
 
     given = generate_linear_inputs(seed)
     out = packed_linear_fixed(*map(place, given))
-    torch.testing.assert_close(out.cpu(), packed.packed_linear(*given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.cpu(), grouped.packed_linear(*given), rtol=1e-4, atol=1e-4)
     assert torch.equal(unpack(place(given[1]), torch.float32).cpu(), given[1].unpacked()[0])
     experts = generate_packed_sparse_inputs(seed)
     found = sum_of(packed_sparse_mlp(*map(place, experts)), torch.float32).cpu()
-    torch.testing.assert_close(found, packed.packed_sparse_mlp(*experts)[0], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(found, grouped.packed_sparse_mlp(*experts)[0], rtol=2e-4, atol=2e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.qkv import split_qkv
+from quire.ops.rope import split_qkv
 from quire.ops.split_k import sum_of
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import assert_close, needs_triton

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.draw_within import draw_within as reference
+from quire.ops.draw import draw_within as reference
 from quire.ops.gumbel import gumbel_noise
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import needs_triton
