@@ -29,6 +29,25 @@ class Collectives(ABC):
         Ranks hold equal shares of the columns, rounded up; the last one may hold fewer.
         """
 
+    def scatter_parts(self, x: Tensor) -> Tensor:
+        """What every rank has of this one's rows of `x`, [ranks, share, width]; of those that gather parts."""
+        raise AssertionError("sums over these ranks are not left to a reader")
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of what `all_reduce` gives of x [n, width]: [n / ranks rounded up, width].
+
+        Ranks hold equal shares of the rows, one after the other; behind the last row are zeros.
+        """
+
+    @abstractmethod
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        """The rows [total, width] that all ranks have together, as `reduce_scatter` leaves them."""
+
+    @abstractmethod
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows of `x`, which is the same on all of them."""
+
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
         """Rows x [.., width], each from one rank to some: routes [.., 2] int64 has its source and a bit a reader.
 
@@ -53,6 +72,9 @@ class NullCollectives(Collectives):
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         return x
+
+    reduce_scatter = own_rows = all_reduce
+    gather_rows = all_gather
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         return list(values)

@@ -14,7 +14,7 @@ from quire.parallel.groups import ParallelGroup
 
 class ExpertExchange:
     def __init__(self, group: ParallelGroup, share: int) -> None:
-        """Each rank has `share` slots; see ops/dispatch.py."""
+        """Each rank has `share` slots; see ops/routing.py."""
         self._group, self._share = group, share
 
     def dispatch(self, x: Tensor, expert_ids: Tensor, places: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quire.parallel.collectives import Collectives, NullCollectives
@@ -20,6 +22,20 @@ class ContextShare:
     collectives: Collectives = field(default_factory=NullCollectives)
 
 
+class RowSplit:
+    """Whether the step that runs holds its residual stream by rows (sequence parallel)."""
+
+    num_tokens = 0  # of that step; 0: it does not
+
+    @contextmanager
+    def of_step(self, num_tokens: int) -> Iterator[None]:
+        self.num_tokens = num_tokens
+        try:
+            yield
+        finally:
+            self.num_tokens = 0
+
+
 @dataclass(frozen=True)
 class ParallelGroup:
     """The ranks that share one layer; the default is a group of one."""
@@ -33,10 +49,16 @@ class ParallelGroup:
     counts_experts: bool = False  # whether layers count how often each of their experts is chosen
     num_redundant_experts: int = 0  # slots of experts in each layer beyond one for each
     context: ContextShare = field(default_factory=ContextShare)
+    row_threshold: int = 0  # tokens of a step from which on ranks hold its residual stream by rows; 0: they never do
+    rows: RowSplit = field(default_factory=RowSplit)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} is not in a parallel group of size {self.size}")
+
+    def splits_rows(self, num_tokens: int) -> bool:
+        """Whether ranks hold the residual stream of a step of this many tokens by rows (sequence parallel)."""
+        return 0 < self.row_threshold <= num_tokens
 
     def slice_of(self, total: int, what: str) -> tuple[int, int]:
         """(start, size) of this rank's equal share of `total`; `what` names it in the refusal."""

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from quire.kernels.triton.rank_sum import rank_sum
 from quire.parallel.collectives import Collectives, NullCollectives
 from quire.parallel.pipeline import Link
 
 
 class NcclCollectives(Collectives):
-    """Sums are made of what is gathered, in a tree over the ranks, so that a message's size changes no bit."""
+    """Sums are made of what is gathered, by one kernel, in a tree over the ranks: a message's size changes no bit."""
 
     gathers_parts = True
 
@@ -23,13 +24,22 @@ class NcclCollectives(Collectives):
         self._size, self._device, self._group = size, device, group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return _tree(self.gather_parts(x), 0, self._size)
+        return rank_sum(self.gather_parts(x))
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         share = -(-total // self._size)
         padded = torch.nn.functional.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x
         columns = self.gather_parts(padded).transpose(0, 1).reshape(x.shape[0], self._size * share)
         return columns if columns.shape[1] == total else columns[:, :total].contiguous()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return rank_sum(self.scatter_parts(x))
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        return self.gather_parts(x).flatten(0, 1)[:total]
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        return self._shares(x)[dist.get_rank(self._group)]
 
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
         """Every rank gets every row: CUDA graphs hold messages of one size, whatever the routes."""
@@ -46,6 +56,18 @@ class NcclCollectives(Collectives):
         out = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
         return out
+
+    def scatter_parts(self, x: Tensor) -> Tensor:
+        shares = self._shares(x)
+        out = torch.empty_like(shares)
+        dist.all_to_all_single(out, shares, group=self._group)
+        return out
+
+    def _shares(self, x: Tensor) -> Tensor:
+        """x [n, ..] as [ranks, share, ..], with zeros behind its rows."""
+        missing = -x.shape[0] % self._size
+        padded = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x.contiguous()
+        return padded.view(self._size, -1, *x.shape[1:])
 
 
 class NcclLink(Link):
@@ -99,11 +121,3 @@ def nccl_collectives(
     if tensor_size == 1:
         return NullCollectives(), world
     return NcclCollectives(device, tensor_size, groups[rank // tensor_size]), world
-
-
-def _tree(parts: Tensor, first: int, count: int) -> Tensor:
-    """The sum of parts [first, first + count), halved again and again, as the CPU's kernel does it."""
-    if count == 1:
-        return parts[first]
-    half = count // 2
-    return _tree(parts, first, half) + _tree(parts, first + half, count - half)

@@ -8,6 +8,7 @@ import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -149,46 +150,49 @@ def _through(part: MemoryPart, rank: int, size: int) -> Collectives:
 class CpuCollectives(Collectives):
     """Of processes that compute on CPUs, by kernels like any other, so that lists of kernel calls may hold them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         reason = unavailable()
         if reason is not None:
             raise ConfigError(f"{size} ranks on a CPU need the CPU kernels, but {reason}")
-        self._size = size
+        self._rank, self._size = rank, size
 
     @abstractmethod
-    def _sum(self, x: Tensor, out: Tensor) -> None:
-        """float32, contiguous"""
+    def _call(self, kernel: str, x: Tensor, *arguments: int) -> None:
+        """A kernel of these ranks: kernel_over_ranks, kernel_over_sockets. x: float32, contiguous."""
 
-    @abstractmethod
-    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
-        """float32, contiguous"""
-
-    @abstractmethod
-    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
-        """float32, contiguous; size: tokens, rows of each, width"""
+    def _out(self, kernel: str, x: Tensor, shape: Sequence[int], *sizes: int, between: Sequence[int] = ()) -> Tensor:
+        """What a kernel leaves in a tensor of this shape. Other types are moved and added up as float32."""
+        wide, out = x.float().contiguous(), empty(*shape)
+        self._call(kernel, wide, *between, out.data_ptr(), *sizes)
+        return out.to(x.dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            return self.all_reduce(x.float()).to(x.dtype)
-        x, out = x.contiguous(), empty(*x.shape)
-        self._sum(x, out)
-        return out
+        return self._out("sum", x, x.shape, x.shape[0], x.shape[1:].numel())
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
-        if x.dtype != torch.float32:
-            return self.all_gather(x.float(), total).to(x.dtype)
-        x, out = x.contiguous(), empty(x.shape[0], total)
-        self._gather(x, out, -(-total // self._size))
-        return out
+        return self._out("gather", x, (x.shape[0], total), *x.shape, -(-total // self._size), total)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        count, *line = x.shape
+        share = -(-count // self._size)
+        return self._out("scatter_rows", x, (share, *line), count, share, prod(line))
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        share, *line = x.shape
+        return self._out("gather_rows", x, (total, *line), total, share, prod(line))
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        count, *line = x.shape
+        share = -(-count // self._size)
+        wide, out = x.float().contiguous(), empty(share, *line)
+        bound().own_rows(self._rank, wide.data_ptr(), out.data_ptr(), count, share, prod(line))
+        return out.to(x.dtype)
 
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            return self.exchange(x.float(), routes).to(x.dtype)
-        if x.shape[-1] * x.itemsize > SLOT_BYTES:
+        if x.shape[-1] * 4 > SLOT_BYTES:
             raise ConfigError(f"rows of {x.shape[-1]} values are too wide to be sent; leave --all2all-backend out")
-        x, out = x.contiguous(), empty(*x.shape)
-        self._send(x, routes.contiguous(), out, x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
-        return out
+        routes, size = routes.contiguous(), (x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+        return self._out("rows", x, x.shape, *size, between=[routes.data_ptr()])
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         mine = torch.tensor([list(values)], dtype=torch.int64).view(torch.float32)  # bytes that are only moved
@@ -200,17 +204,11 @@ class SharedMemoryCollectives(CpuCollectives):
     """Between processes of one host."""
 
     def __init__(self, memory: SharedMemory | MemoryPart, rank: int, size: int) -> None:
-        super().__init__(size)
+        super().__init__(rank, size)
         self._memory, self._group = memory, (memory.address, rank, size, SLOT_BYTES)
 
-    def _sum(self, x: Tensor, out: Tensor) -> None:
-        bound().sum_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1:].numel())
-
-    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
-        bound().gather_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), *x.shape, share, out.shape[1])
-
-    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
-        bound().rows_over_ranks(*self._group, x.data_ptr(), routes.data_ptr(), out.data_ptr(), *size)
+    def _call(self, kernel: str, x: Tensor, *arguments: int) -> None:
+        getattr(bound(), f"{kernel}_over_ranks")(*self._group, x.data_ptr(), *arguments)
 
     @property
     def is_broken(self) -> bool:
@@ -218,7 +216,7 @@ class SharedMemoryCollectives(CpuCollectives):
 
 
 class SharedMemoryLink(Link):
-    """Between processes. Sends are not a part of recorded steps, which begin and end with tensors at fixed places."""
+    """Between processes. Sends are not a part of kernel lists, which begin and end with tensors at fixed places."""
 
     def __init__(self, before: MemoryPart | None, after: MemoryPart | None) -> None:
         self._before, self._after = before, after

@@ -172,25 +172,17 @@ class Mesh:
 
 class SocketCollectives(CpuCollectives):
     def __init__(self, mesh: Mesh, rank: int, members: range) -> None:
-        super().__init__(len(members))
+        super().__init__(members.index(rank), len(members))
         self._mesh, self._members = mesh, members
         self._slots = np.empty(len(members) * SLOT_BYTES, dtype=np.uint8)
-        start = [mesh.ended.ctypes.data, members.index(rank), len(members), self._slots.ctypes.data, SLOT_BYTES]
+        start = [mesh.ended.ctypes.data, self._rank, self._size, self._slots.ctypes.data, SLOT_BYTES]
         self._words = np.array([*start, *[-1] * len(members)], dtype=np.int64)
 
     def take_sockets(self, sockets: dict[int, socket.socket]) -> None:
         self._words[5:] = [sockets[rank].fileno() if rank in sockets else -1 for rank in self._members]
 
-    def _sum(self, x: Tensor, out: Tensor) -> None:
-        size = x.shape[0], x.shape[1:].numel()
-        bound().sum_over_sockets(self._words.ctypes.data, x.data_ptr(), out.data_ptr(), *size)
-
-    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
-        size = *x.shape, share, out.shape[1]
-        bound().gather_over_sockets(self._words.ctypes.data, x.data_ptr(), out.data_ptr(), *size)
-
-    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
-        bound().rows_over_sockets(self._words.ctypes.data, x.data_ptr(), routes.data_ptr(), out.data_ptr(), *size)
+    def _call(self, kernel: str, x: Tensor, *arguments: int) -> None:
+        getattr(bound(), f"{kernel}_over_sockets")(self._words.ctypes.data, x.data_ptr(), *arguments)
 
     @property
     def is_broken(self) -> bool:

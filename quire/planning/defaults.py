@@ -49,13 +49,24 @@ def stored_elements(checkpoint: Checkpoint | None, kind: str, model_config: Mapp
     return sorted({info.scheme.element for info in checkpoint.tensors().values() if not info.scheme.is_float})
 
 
+def _multiplies_bytes(checkpoint: Checkpoint | None) -> bool:
+    """Whether a checkpoint is made for activations of 8-bit integers: all of its quantized weights (W8A8)."""
+    infos = () if checkpoint is None else checkpoint.tensors().values()
+    schemes = [info.scheme for info in infos if not info.scheme.is_float]
+    return bool(schemes) and all(scheme.element == "INT8" and scheme.activations != "none" for scheme in schemes)
+
+
 def device_defaults(
-    config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype, str], stored_as: Sequence[str]
+    config: EngineConfig,
+    platform: Platform,
+    dtype: tuple[torch.dtype, str],
+    stored_as: Sequence[str],
+    checkpoint: Checkpoint | None,
 ) -> DeviceDefaults:
     default, reason = dtype
     given = config.model.dtype
     target = Target(platform.name, default)
-    method = choose_quantization(target)
+    method, has_bytes = choose_quantization(target), _multiplies_bytes(checkpoint)
     if method.any_dtype and not stored_as:
         method = choose_quantization(replace(target, quantization="none"))
     return DeviceDefaults(
@@ -65,7 +76,8 @@ def device_defaults(
         quantization=method.name,
         quantization_reason=f"{', '.join(stored_as)} in the checkpoint" if method.any_dtype else "",
         typed_quantization=method.name if method.any_dtype else "none",
-        activations=method.activations(target),
+        activations="int8" if has_bytes and method.rounds_activations else method.activations(target),
+        activations_reason="what the checkpoint is made for" if has_bytes else "",
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,

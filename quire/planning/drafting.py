@@ -21,21 +21,20 @@ from quire.loader.part import PartOfCheckpoint
 from quire.models.base import BuildContext, CausalLM, Model, ModelDescription
 from quire.models.decoder import DecoderLM
 from quire.models.drafters.base import DraftHead
-from quire.models.drafters.eagle3 import tapped_layers
+from quire.models.drafters.eagle import tapped_layers
 from quire.models.drafters.medusa import Medusa
 from quire.models.drafters.registry import HEADS, MTP_MODULES
 from quire.models.registry import architecture_of, generator_class
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
+from quire.runner.experts import RoutedExpertsRecorder
 from quire.runner.forward import StepProgram
-from quire.runner.logits import LogitsHead
-from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.prompt_logprobs import LogitsHead, PromptLogprobs
 from quire.runner.proposers.base import NoProposer
 from quire.runner.proposers.draft_model import DraftModel
 from quire.runner.proposers.heads import HeadProposer
 from quire.runner.proposers.medusa import MedusaProposer
 from quire.runner.request_rows import RequestRows
-from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.runner import Runner
 from quire.runner.stages import StageInputs
 from quire.runner.ways import WayContext, make_ways
@@ -56,6 +55,10 @@ class DraftPlan:
     made_up: bool  # its weights are
     seed: int
     quantization: str | None  # None: as the target's
+
+    def beside(self, target: ModelSource) -> DraftPlan:
+        """The same beside other weights of the target, which hold the drafter's if it has none of its own."""
+        return replace(self, source=target) if self.prefix else self
 
     def build(self, context: BuildContext) -> Model:
         """The drafter without weights, on the current default device."""
@@ -120,6 +123,8 @@ def plan_draft(
         model_config = load_config(source)
         is_model = speculative.method == "draft_model"
         architecture = generator_class(model_config) if is_model else HEADS.get(speculative.method)
+        if not is_model:
+            model_config = _completed(model_config, source, target)
         if speculative.method == "eagle3":
             model_config = {**model_config, "taps": tapped_layers(model_config, target.num_layers)}
     description = architecture.describe(model_config)
@@ -135,6 +140,15 @@ def plan_draft(
         config.model.seed,
         speculative.quantization,
     )
+
+
+def _completed(config: dict[str, Any], source: ModelSource, target: ModelDescription) -> dict[str, Any]:
+    """The config of a head with what published ones leave out: sizes, which are the target's, and biases."""
+    config = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, **config}
+    if has_weights(source):
+        biases = ("fc.bias", ".linear.bias", ".layers.0.bias")  # of EAGLE, and of the two layouts of Medusa
+        config["fc_bias"] = any(name.endswith(biases) for name in open_checkpoint(source).tensors())
+    return config
 
 
 def _check_fits(

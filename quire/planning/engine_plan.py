@@ -49,7 +49,7 @@ from quire.planning.memory import (
     shared_ledger,
     standby_line,
 )
-from quire.planning.stages import check_experts, check_stages, cut, layout_of_stage
+from quire.planning.stages import check_group, check_rows, check_stages, cut, layout_of_stage
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.runner.adapters import make_room
@@ -146,16 +146,14 @@ def plan_engine(
     reads = not made_up and (needs_weights or has_weights(source))
     checkpoint = open_checkpoint(source) if reads else None
     model_config = load_config(source) if checkpoint is None else checkpoint.config
-    architecture = model_class(model_config)
-    description = describe(model_config)
+    architecture, description = model_class(model_config), describe(model_config)
     pooler = _pooler(config, source, architecture, model_config, description)
     checkpoint = checkpoint and with_modules(checkpoint, module_files(source, pooler))
     description = _within(description, None if pooler is None else pooler.max_tokens)
-    tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
-    default_dtype = find_default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
+    default_dtype = find_default_dtype(config, platform, architecture, _gguf_elements(source, checkpoint))
     length = config.model.max_model_len or description.max_position_embeddings
     stored_as = stored_elements(checkpoint, source.kind, model_config)
-    settings = resolve(config, device_defaults(config, platform, default_dtype, stored_as))
+    settings = resolve(config, device_defaults(config, platform, default_dtype, stored_as, checkpoint))
     if description.is_bidirectional:
         settings = with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
@@ -172,7 +170,8 @@ def plan_engine(
     context = _build_context(settings, platform, length, deterministic, pooler, group)
     whole = model = build_on_meta(architecture, model_config, context)
     if pipeline.size > 1:
-        pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), pipeline)
+        layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
+        pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), layout, length, pipeline)
         context = replace(context, pipeline=pipeline)
         model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
@@ -182,15 +181,15 @@ def plan_engine(
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
-    check_experts(whole, group, platform)
+    check_group(whole, group, platform)
+    check_rows(architecture, config.parallel.sequence_parallel_threshold)
     _check_backend(model, backend)
     backend.whole_prompts = model.is_bidirectional
-    weights_line = LedgerLine("weights", weights + buffer_bytes(model), note)
     ends = only_pools(pooler), not pipeline.is_last, not pipeline.is_first
     parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
+    weights_line = LedgerLine("weights", weights + buffer_bytes(model), note)
     layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
-    if config.device.standby:
-        others = [*others, standby_line(platform, (weights_line, *parts))]
+    others = [*others, standby_line(platform, (weights_line, *parts))] if config.device.standby else others
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
@@ -198,7 +197,7 @@ def plan_engine(
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        others=other_lines(config, others) if platform.uses_host_memory else (),
+        others=other_lines(config, others, model) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
     supply = supply or memory_supply(config, platform, group, pipeline)
@@ -222,6 +221,13 @@ def plan_engine(
         pipeline=pipeline,
         draft=draft,
     )
+
+
+def _gguf_elements(source: ModelSource, checkpoint: Checkpoint | None) -> set[str]:
+    """What the tensors of a GGUF file are stored as; empty for other files."""
+    if checkpoint is None or source.kind != "gguf":
+        return set()
+    return {info.scheme.element for info in checkpoint.tensors().values()}
 
 
 def _within(description: ModelDescription, max_tokens: int | None) -> ModelDescription:
@@ -338,7 +344,7 @@ def _allows(architecture: type[Model], model_config: dict[str, Any], context: Bu
 
 def adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
     lora = config.lora
-    return AdapterSizes(lora.buckets, lora.lora_experts) if lora.enable_lora else None
+    return AdapterSizes(lora.buckets, lora.lora_experts, lora.lora_dtype) if lora.enable_lora else None
 
 
 def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num_bytes: int) -> EnginePlan:

@@ -19,9 +19,8 @@ from quire.parallel.pipeline import Pipeline
 from quire.planning.drafting import drafter_context, head_lines
 from quire.planning.ledger import MemoryDemand, MemoryLedger, make_ledger
 from quire.platform.base import MemorySupply, Platform
-from quire.runner.adapters import slots_line
-from quire.runner.block_tables import BlockTables
-from quire.runner.request_rows import RequestRows
+from quire.runner.adapters import host_line, slots_line
+from quire.runner.request_rows import BlockTables, RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.stages import StageInputs
 from quire.runner.ways import WAYS, WayContext
@@ -64,9 +63,11 @@ def standby_line(platform: Platform, lines: Sequence[LedgerLine]) -> LedgerLine:
     return LedgerLine("standby engine", total, "a second process of `quire serve`, loaded and idle")
 
 
-def other_lines(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerLine, ...]:
+def other_lines(config: EngineConfig, others: Sequence[LedgerLine], model: Model) -> tuple[LedgerLine, ...]:
+    """What is taken of the host's memory beside the engine's own tensors."""
     reserved = LedgerLine("reserved", config.device.reserved_memory, "left to other processes")
-    return tuple(line for line in (reserved, *others) if line.num_bytes)
+    adapters = [host_line(model, config.lora)] if config.lora.enable_lora else []
+    return tuple(line for line in (reserved, *others, *adapters) if line.num_bytes)
 
 
 def memory_supply(config: EngineConfig, platform: Platform, group: ParallelGroup, pipeline: Pipeline) -> MemorySupply:

@@ -15,6 +15,8 @@ import torch
 from quire.platform.allocator import return_free_memory
 from quire.platform.recording import GraphPool
 
+HOST = torch.device("cpu")  # where tables are computed whose bits must not depend on the device
+
 
 class MemorySupply(NamedTuple):
     """Bytes that can be taken, what sets that bound ("ulimit -v"), and what moves it ("raise ulimit -v")."""
@@ -109,8 +111,13 @@ class Platform(ABC):
         gc.collect()
         return_free_memory()
 
-    def host_copy(self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> HostCopy:
-        """Somewhere to keep these tensors while the device's memory is given back; nothing is copied yet."""
+    def host_copy(
+        self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor], cleared: Iterable[torch.Tensor]
+    ) -> HostCopy:
+        """Somewhere to keep these tensors while the device's memory is given back; nothing is copied yet.
+
+        Those that are `cleared` come back as zeros, and are not kept.
+        """
         return HostCopy()
 
     def graph_pool(self, num_bytes: int) -> GraphPool:

@@ -23,7 +23,7 @@ class CpuPlatform(Platform):
     default_max_num_seqs = 64
     default_max_num_batched_tokens = 512
     default_steps_in_flight = 1
-    default_step_time_target = 0.13
+    default_step_time_target = 0.14
     step_times = (0.006, 0.002, 0.001, 5e-7)  # SmolLM2 135M on two cores
     attention_backends = ("cpu_native", "torch_ref")
     deterministic_backend = ""

@@ -40,7 +40,7 @@ class CudaPlatform(Platform):
     batch_invariant = False
     graph_sizes = (1, 2, 4, 8, *range(16, 257, 16), 320, 384, 448, 512)
     mixed_graph_sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
-    narrow_above = 1024  # smaller steps with prompts are captured whole
+    narrow_above = 1024  # smaller mixed steps are captured whole
 
     def start(self, num_threads: int | None) -> None:
         if num_threads is not None:
@@ -99,8 +99,10 @@ class CudaPlatform(Platform):
         super().release_memory()
         torch.cuda.empty_cache()
 
-    def host_copy(self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> HostCopy:
-        return PinnedCopy(_storages(constant), _storages(changing))
+    def host_copy(
+        self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor], cleared: Iterable[torch.Tensor]
+    ) -> HostCopy:
+        return PinnedCopy(_storages(constant), _storages(changing), _storages(cleared))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -116,10 +118,14 @@ class PinnedCopy(HostCopy):
     """
 
     def __init__(
-        self, constant: Mapping[int, torch.UntypedStorage], changing: Mapping[int, torch.UntypedStorage]
+        self,
+        constant: Mapping[int, torch.UntypedStorage],
+        changing: Mapping[int, torch.UntypedStorage],
+        cleared: Mapping[int, torch.UntypedStorage],
     ) -> None:
         self._constant = list(constant.values())
-        self._changing = [storage for address, storage in changing.items() if address not in constant]
+        self._changing = [s for address, s in changing.items() if address not in constant and address not in cleared]
+        self._cleared = [(storage, storage.nbytes()) for storage in cleared.values()]
         self._sizes = {id(storage): storage.nbytes() for storage in (*self._constant, *self._changing)}
         with ThreadPoolExecutor() as pool:
             chunks = range(-(-sum(self._sizes.values()) // _CHUNK))
@@ -137,7 +143,7 @@ class PinnedCopy(HostCopy):
                 first += self._sizes[id(storage)]
         torch.cuda.synchronize()
         self._is_copied = True
-        for storage in (*self._constant, *self._changing):
+        for storage in (*self._constant, *self._changing, *(storage for storage, _ in self._cleared)):
             storage.resize_(0)
 
     def put_back(self) -> None:
@@ -146,6 +152,9 @@ class PinnedCopy(HostCopy):
             storage.resize_(self._sizes[id(storage)])
             self._each_piece(storage, first, lambda host, device: device.copy_(host, non_blocking=True))
             first += self._sizes[id(storage)]
+        for storage, size in self._cleared:
+            storage.resize_(size)
+            _bytes_of(storage).zero_()
         torch.cuda.synchronize()
 
     def _each_piece(
@@ -205,3 +214,23 @@ def _check_kernel_folder() -> None:
             logger.warning("%s", why)
             return
         raise ConfigError(why) from error
+
+
+class DescribedCuda(CudaPlatform):
+    """A GPU that is not at hand, as far as a plan of memory needs it."""
+
+    is_here = False
+
+    def __init__(self, name: str, total: int, free: int) -> None:
+        self._name, self._total, self._free = name, total, free
+
+    def start(self, num_threads: int | None) -> None:
+        return None
+
+    @property
+    def hardware(self) -> str:
+        return f"cuda {self._name}"
+
+    def available_memory(self, utilization: float = 1.0, card: int = 0) -> MemorySupply:
+        left = max(0, self._free - int(self._total * (1.0 - utilization)))
+        return MemorySupply(left, f"of one {self._name}", "raise --gpu-memory-utilization, or use more cards")

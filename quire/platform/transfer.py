@@ -55,10 +55,10 @@ class Staging:
             self._target[:count].copy_(self.host[:count], non_blocking=True)
 
 
-class Lent:
-    """Lists of numbers that a device reads where they are, on the host: a copy would take longer than the reading.
+class PinnedRing:
+    """A ring of pinned host buffers for lists of numbers that a device reads in place: a copy would take longer.
 
-    Their memory is used again in turn, once the device is done with it.
+    A buffer is used again once the device is done with it.
     """
 
     _TURNS = 8  # more than there are steps in flight, so that nobody waits
@@ -70,7 +70,7 @@ class Lent:
 
     @contextmanager
     def list(self, values: Sequence[int]) -> Iterator[Tensor]:
-        """The values, of 32 bits without a sign, as int32, to be read by what is launched inside the context."""
+        """The values, of 32 bits without a sign, as int32, for kernels that are called inside the context."""
         # An array is filled from a list several times faster than a tensor is, and fastest without signs.
         packed = torch.frombuffer(array("I", values), dtype=torch.int32)
         if self._device.type == "cpu":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.config.groups import LoRAConfig
 from quire.layers.adapters import Adaptable, AdapterSizes, AdapterTokens, LinearAdapters
 from quire.loader.peft import AdapterLayers, read_adapter
 from quire.models.base import Model
@@ -94,7 +95,19 @@ def make_room(model: Model, sizes: AdapterSizes | None) -> None:
                 layer.adapt(sizes)
 
 
+def slot_buffers(model: Model) -> list[torch.Tensor]:
+    return [buffer for adapters in adapted_layers(model).values() for buffer in adapters.buffers()]
+
+
+def host_line(model: Model, lora: LoRAConfig) -> LedgerLine:
+    """What adapters take in host memory, each as large as the largest slot."""
+    count = lora.buckets[-1][1]
+    slots = [buffer for adapters in adapted_layers(model).values() for buffer in adapters.buckets[-1].buffers()]
+    num_bytes = lora.max_cpu_loras * sum(buffer.nbytes for buffer in slots) // count
+    return LedgerLine("adapters in host memory", num_bytes, f"{lora.max_cpu_loras}, as --max-cpu-loras says")
+
+
 def slots_line(model: Model) -> Iterable[LedgerLine]:
     """What the slots take."""
-    num_bytes = sum(buffer.nbytes for adapters in adapted_layers(model).values() for buffer in adapters.buffers())
+    num_bytes = sum(buffer.nbytes for buffer in slot_buffers(model))
     return (LedgerLine("adapters", num_bytes, "slots of LoRA adapters"),) if num_bytes else ()

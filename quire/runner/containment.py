@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.attention import CachedLayer
-from quire.runner.block_tables import BlockTables
+from quire.runner.request_rows import BlockTables
 
 MESSAGE = "the model produced NaN or infinite values; the weights or the dtype are unsuitable"
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
 from typing import NamedTuple, Self
 
 import torch
@@ -27,6 +28,9 @@ from quire.runner.sampling.sampler import Sampler, SamplingKind
 from quire.runner.step import Arriving, PlannedTokens, Sampled, SamplePositions, Step
 from quire.runner.ways import WayContext
 from quire.types.ledger import LedgerLine
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 # A full step of at most this many multiplications is captured too: run eagerly, launching may outlast computing.
 _LAUNCH_BOUND = 8e12
@@ -251,7 +255,7 @@ class CudaGraphs:
             size = self._sizes.decode[bisect_left(self._sizes.decode, len(rows))]
             computed = self._program.rows.host_num_computed
             kind = self._program.backend.decode_kind([computed[row] for row in rows], size)
-            self._decode = self._captured(_Forward(size, True, kind, adapted))
+            self._decode = self._of_step(_Forward(size, True, kind, adapted))
             if not self._sizes.passes_on:
                 self._sampling(size, step.shape.sampling)  # captured before the rows are there: it overwrites them
             padding = [self._program.rows.scratch_row] * (size - len(rows))
@@ -279,7 +283,7 @@ class CudaGraphs:
             return False
         self._decode = None
         every_token = self._leaves_last and (step.shape.every_token or size != self._sizes.full)
-        replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted, every_token))
+        replay, finite = self._of_step(_Forward(size, False, work.kind, step.shape.adapted, every_token))
         step.hidden = self._hidden
         step.every_hidden = self._every_hidden if every_token or self._program.taps else None
         if len(tokens.samples) and not self._sizes.pools:
@@ -308,6 +312,15 @@ class CudaGraphs:
             self._inputs[size] = StepInputs(max_rows, self._hidden.shape[0], lists, scratch, self._hidden.device)
         return self._inputs[size]
 
+    def _of_step(self, key: _Forward) -> _Graph:
+        """The forward pass of a step that is due: one that is captured only now delays all requests."""
+        if key in self._forwards:
+            return self._forwards[key]
+        begin = perf_counter()
+        graph = self._captured(key)
+        logger.info("captured a CUDA graph within a step, in %.2f s: %s", perf_counter() - begin, key)
+        return graph
+
     def _captured(self, key: _Forward) -> _Graph:
         """The forward pass of such steps; captured on rows that belong to nobody, so that no request changes."""
         if key not in self._forwards:
@@ -334,8 +347,8 @@ class CudaGraphs:
 
     def _run_decode(self, key: _Forward) -> Tensor:
         hidden = self._program.decode(self._sample_rows[: key.size], key.kind, adapted=key.adapted)
-        self._keep(hidden)
-        return self._hidden[: key.size].copy_(hidden)
+        self._keep(hidden.kept)
+        return self._hidden[: key.size].copy_(hidden.last)
 
     def _run_mixed(self, key: _Forward, inputs: StepInputs) -> Tensor:
         """Returns whether each token's values are finite."""
@@ -345,16 +358,16 @@ class CudaGraphs:
         hidden = self._program.mixed(
             lists, key.size, key.kind, finite, num_tokens=key.size, narrow=narrow, adapted=key.adapted
         )
-        self._hidden.copy_(hidden if narrow else self._program.select(hidden, lists.sample_tokens))
+        self._hidden.copy_(hidden.last if narrow else self._program.select(hidden.last, lists.sample_tokens))
         self._sample_rows.copy_(lists.sample_rows)
         if key.every_token or self._program.taps:
-            self._keep(hidden)
+            self._keep(hidden.kept)
         return finite
 
-    def _keep(self, hidden: Tensor) -> None:
+    def _keep(self, parts: tuple[Tensor, ...]) -> None:
         if self._every_hidden is not None:
             first = 0
-            for part in self._program.kept(hidden):
+            for part in parts:
                 self._every_hidden[: len(part), first : first + part.shape[1]].copy_(part)
                 first += part.shape[1]
 

@@ -12,8 +12,7 @@ from quire.attention.base import HostLengths
 from quire.platform.transfer import Download, upload
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
-from quire.runner.logits import LogitsHead
-from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.prompt_logprobs import LogitsHead, PromptLogprobs
 from quire.runner.sampling.sampler import SamplingKind
 from quire.runner.step import Arriving, PlannedTokens, Sampled, Step
 
@@ -58,7 +57,7 @@ class Eager:
         if shape.places_drafts:
             program.place_drafts(inputs.lists)
         finite = torch.empty(size, dtype=torch.bool, device=device)
-        hidden = program.mixed(
+        hidden, kept = program.mixed(
             inputs.lists,
             size,
             work.kind,
@@ -72,7 +71,6 @@ class Eager:
         )
         step.prompt_logprobs = self._prompt_logprobs.compute(plan, tokens.starts, hidden)
         if shape.every_token or program.taps:
-            kept = program.kept(hidden)
             step.every_hidden = kept[0] if len(kept) == 1 else torch.cat(kept, dim=-1)
         if narrow:
             step.hidden = hidden

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,19 @@ from quire.models.base import Model
 from quire.models.decoder import DecoderLM
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
-from quire.ops.drafts import PLACE_DRAFTS
-from quire.ops.gather import GATHER_DECODE, GATHER_MIXED
 from quire.ops.select import GATHER_ROWS
-from quire.runner.block_tables import BlockTables
+from quire.ops.step import GATHER_DECODE, GATHER_MIXED, PLACE_DRAFTS
+from quire.parallel.groups import ParallelGroup
 from quire.runner.inputs import InputLists
-from quire.runner.request_rows import RequestRows
+from quire.runner.request_rows import BlockTables, RequestRows
 from quire.runner.sampling.sampler import Sampler, SamplingKind
+
+
+class Hidden(NamedTuple):
+    """What a forward pass gives."""
+
+    last: Tensor  # [n, hidden], after the last layer
+    kept: tuple[Tensor, ...]  # [n, hidden] each: what a drafter reads of all tokens, else the same as `last`
 
 
 class StepProgram:
@@ -41,9 +48,13 @@ class StepProgram:
         inputs: TokenInputs = PLAIN_INPUTS,
         adapters: AdapterTokens | None = None,
         max_samples: int = 0,
+        group: ParallelGroup | None = None,
     ) -> None:
-        """`max_samples`: places of a step that are sampled, if more than there are rows."""
-        self.inputs, self.adapters = inputs, adapters
+        """`max_samples`: places of a step that are sampled, if more than there are rows.
+
+        `group`: the ranks that may hold a long step's residual stream by rows.
+        """
+        self.inputs, self.adapters, self.group = inputs, adapters, group or ParallelGroup()
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
         target = Target(tables.tables.device.type)
@@ -52,7 +63,7 @@ class StepProgram:
         limit = 2 * max(8, rows.scratch_row, max_samples)  # samples are padded, to less than twice their number
         self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
 
-    def decode(self, rows: Tensor, kind: Hashable, *, adapted: bool = False) -> Tensor:
+    def decode(self, rows: Tensor, kind: Hashable, *, adapted: bool = False) -> Hidden:
         """Hidden states [n, hidden] of rows [n] int64 that each compute their one last known token.
 
         `adapted`: adapters of rows count.
@@ -64,7 +75,7 @@ class StepProgram:
         attention = self._single_queries(rows, contexts, slots, kind, None)
         batch = ForwardBatch(attention, adapters=self.adapters if adapted else None)
         hidden = self._run(input_ids, index, rows, self._single_starts[: count + 1], batch)
-        assert hidden.shape[0] == count
+        assert hidden.last.shape[0] == count
         return hidden
 
     def go_on(
@@ -78,7 +89,7 @@ class StepProgram:
         try:
             for _ in range(count):
                 self.inputs.give(hidden)
-                hidden = self.decode(rows, attention)
+                hidden = self.decode(rows, attention).last
                 found.append(self.sample(kind, hidden, rows, ahead))
         finally:
             self.inputs.give(None)
@@ -98,37 +109,21 @@ class StepProgram:
         lengths: HostLengths | None = None,
         sample_lengths: HostLengths | None = None,
         max_context: int | None = None,
-    ) -> Tensor:
+        by_rows: bool | None = None,
+    ) -> Hidden:
         """Hidden states of rows with any numbers of tokens; writes to finite [size] bool whether each token's are.
 
         The tokens are padded to `size`; without padding there are at most `num_tokens`. With `narrow` the last layer
         computes only the tokens that are sampled from, and hidden states are of those; else of all tokens.
+        `by_rows`: whether ranks split the residual stream; None: by the number of tokens.
         """
         state, tables = self.rows, self.tables
         rows, contexts, starts = lists.rows, lists.contexts, lists.query_starts
         input_ids, index, *slots = self._gather_mixed(
             rows, contexts, starts, state.token_ids, state.num_computed, tables.tables, tables.block_size, size
         )
-        attention = [
-            self.backend.prepare(
-                group,
-                AttentionBatch(
-                    tables=tables.tables[group],
-                    rows=rows,
-                    contexts=contexts,
-                    query_starts=starts,
-                    slot_mapping=of_group,
-                    block_size=tables.block_size,
-                    num_tokens=num_tokens,
-                    max_context=max_context or self.max_model_len,
-                    padding_row=state.scratch_row,
-                    lengths=lengths,
-                ),
-                kind,
-                lists.work,
-            )
-            for group, of_group in enumerate(slots)
-        ]
+        most = max_context or self.max_model_len
+        attention = self._prepare(rows, contexts, starts, slots, (kind, lists.work), num_tokens, most, lengths)
         wanted = None
         if narrow:
             nothing = [of_group[:0] for of_group in slots]  # nothing is written
@@ -136,28 +131,36 @@ class StepProgram:
             place = (lists.sample_rows, lists.sample_contexts, nothing, decode, sample_lengths)
             wanted = WantedTokens(lists.sample_tokens, self._single_queries(*place), finite)
         batch = ForwardBatch(attention, wanted, self.adapters if adapted else None, lengths)
-        hidden = self._run(input_ids, index, rows, starts, batch)
+        hidden = self._run(input_ids, index, rows, starts, batch, by_rows)
         if not narrow:
-            self.backend.note_finite(hidden, finite)
+            self.backend.note_finite(hidden.last, finite)
         return hidden
 
-    def _run(self, input_ids: Tensor, index: Tensor, rows: Tensor, starts: Tensor, batch: ForwardBatch) -> Tensor:
+    def _run(
+        self,
+        input_ids: Tensor,
+        index: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        batch: ForwardBatch,
+        by_rows: bool | None = None,
+    ) -> Hidden:
         """The model over tokens at `index` of their sequences, which their slots have followed."""
         count, adapters = input_ids.shape[0], batch.adapters
-        with nullcontext() if adapters is None else adapters.of_tokens(rows, starts, count):
+        by_rows = self.group.splits_rows(count) if by_rows is None else by_rows
+        adapted = nullcontext() if adapters is None else adapters.of_tokens(rows, starts, count)
+        with adapted, self.group.rows.of_step(count if by_rows else 0):
             positions = self.inputs.rotary_positions(index, rows, starts)
             embeds = self.inputs.embeds(input_ids, index, rows, starts)
+            if isinstance(self.model, DecoderLM):
+                last, tapped = self.model.forward_tapped(input_ids, positions, batch, embeds)
+                return Hidden(last, tapped or (last,))
             hidden: Tensor = self.model(input_ids, positions, batch, embeds)
-        return hidden
-
-    def kept(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What a drafter reads of all tokens of the last forward pass, [n, hidden] each; else their hidden states."""
-        model = self.model
-        return model.tapped if isinstance(model, DecoderLM) and model.taps else (hidden,)
+        return Hidden(hidden, (hidden,))
 
     @property
     def taps(self) -> bool:
-        """Whether that is of layers before the last."""
+        """Whether a drafter reads layers before the last."""
         return isinstance(self.model, DecoderLM) and bool(self.model.taps)
 
     def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -184,31 +187,30 @@ class StepProgram:
         return torch.cat([out, self.sampler.logprobs(logits, out[:, 0].contiguous(), kind.logprobs)], dim=1)
 
     def _single_queries(
+        self, rows: Tensor, contexts: Tensor, slots: Sequence[Tensor], kind: Hashable, lengths: HostLengths | None
+    ) -> list[AttentionMetadata]:
+        count, most = rows.shape[0], self.max_model_len if lengths is None else max(lengths.contexts)
+        starts = self._single_starts[: count + 1]
+        return self._prepare(rows, contexts, starts, slots, (kind, ()), count, most, lengths)
+
+    def _prepare(
         self,
         rows: Tensor,
         contexts: Tensor,
+        starts: Tensor,
         slots: Sequence[Tensor],
-        kind: Hashable,
+        work: tuple[Hashable, tuple[Tensor, ...]],
+        num_tokens: int,
+        max_context: int,
         lengths: HostLengths | None,
     ) -> list[AttentionMetadata]:
-        count = rows.shape[0]
+        """What the backend of each KV group prepares; `work`: the kind of a WorkPlan, and its lists on the device."""
+        tables, shared = self.tables, (num_tokens, max_context, self.rows.scratch_row, lengths)
         return [
             self.backend.prepare(
                 group,
-                AttentionBatch(
-                    tables=self.tables.tables[group],
-                    rows=rows,
-                    contexts=contexts,
-                    query_starts=self._single_starts[: count + 1],
-                    slot_mapping=of_group,
-                    block_size=self.tables.block_size,
-                    num_tokens=count,
-                    max_context=self.max_model_len if lengths is None else max(lengths.contexts),
-                    padding_row=self.rows.scratch_row,
-                    lengths=lengths,
-                ),
-                kind,
-                (),
+                AttentionBatch(tables.tables[group], rows, contexts, starts, of_group, tables.block_size, *shared),
+                *work,
             )
             for group, of_group in enumerate(slots)
         ]

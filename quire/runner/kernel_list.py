@@ -36,6 +36,7 @@ _CHECK = (10, 4, 3)
 _SAMPLE_TRIALS = ((2,), (5,))
 _SAMPLE_CHECK = (3,)
 MOST_TOKENS = 12
+_MOST_RANKS = 11  # that have more than one row of a trial, so that a recording by rows sees their number
 _MOST_ROWS = 5
 
 
@@ -62,17 +63,20 @@ class KernelList:
         self._finite = torch.zeros(tokens, dtype=torch.bool)
         # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
-        # By whether it is adapted, and whether it has the hidden states of all tokens: what samples is read first,
-        # and behind it what is kept of all tokens.
-        self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
+        # By whether it is adapted, whether it has the hidden states of all tokens, and whether ranks hold it by rows:
+        # what samples is read first, and behind it what is kept of all tokens.
+        self._forwards: dict[tuple[bool, bool, bool], SizedRecording] = {}
+        group = program.group
+        self._splits = group.splits_rows(max_tokens) and group.size <= _MOST_RANKS
         self._chains: dict[tuple[SamplingKind, int], SizedRecording | None] = {}  # of `go_on`
         self._pools = pools
         self._leaves_last = keeps and not program.taps and not pools
         every = (True, False) if pools else (passes_on or self._leaves_last,)
-        kinds = itertools.product((False,) if program.adapters is None else (False, True), every)
+        either = (False, True)
+        kinds = itertools.product(either[: 1 + (program.adapters is not None)], every, either[: 1 + self._splits])
         try:
-            for adapted, every_token in kinds:
-                self._forwards[adapted, every_token] = self._record_forward(adapted, every_token)
+            for kind in kinds:
+                self._forwards[kind] = self._record_forward(*kind)
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
 
@@ -106,9 +110,11 @@ class KernelList:
             self._trace_sampling(missing[0], adapted=False)
         return bool(missing)
 
+    @torch.inference_mode()
     def forward(self, step: Step) -> bool:
         shape = step.shape
-        forward = self._forwards.get((shape.adapted, shape.every_token))
+        by_rows = self._splits and self._program.group.splits_rows(shape.num_tokens)
+        forward = self._forwards.get((shape.adapted, shape.every_token, by_rows))
         if forward is None or shape.eager or shape.num_samples > self._limits[2]:
             return False
         # There is no forward pass for no sample: then it has one that nobody reads.
@@ -116,8 +122,11 @@ class KernelList:
         self._inputs.load(step.plan.rows, tokens, (), shape.places_drafts)
         if shape.places_drafts:
             self._program.place_drafts(self._part(shape.num_rows, len(tokens.samples)))
-        forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
+        forward(*self._sizes(by_rows, shape.num_tokens, shape.num_rows, len(tokens.samples)))
         step.hidden = forward.results[0]
+        if by_rows:  # to where sampling reads
+            step.hidden = self._forwards[shape.adapted, shape.every_token, False].results[0]
+            step.hidden[: len(tokens.samples)] = forward.results[0][: len(tokens.samples)]
         kept = forward.results[1:]
         if kept:
             step.every_hidden = (
@@ -148,7 +157,7 @@ class KernelList:
         if recording is None:
             return None
         self._inputs.lists.sample_rows[: len(rows)] = torch.tensor(rows)
-        mine = self._forwards[False, self._leaves_last].results[0]
+        mine = self._forwards[False, self._leaves_last, False].results[0]
         if hidden is not None and hidden.data_ptr() != mine.data_ptr():
             mine[: len(rows)] = hidden[: len(rows)]
         recording(len(rows))
@@ -157,7 +166,7 @@ class KernelList:
 
     @torch.inference_mode()
     def _trace_going_on(self, kind: SamplingKind, count: int) -> SizedRecording | None:
-        forward = self._forwards.get((False, self._leaves_last))
+        forward = self._forwards.get((False, self._leaves_last, False))
         if forward is None or kind.eager:
             return None
         program, lists, hidden = self._program, self._inputs.lists, forward.results[0]
@@ -173,11 +182,15 @@ class KernelList:
             return None
 
     @torch.inference_mode()
-    def _record_forward(self, adapted: bool, every_token: bool) -> SizedRecording:
-        run = partial(self._run_forward, adapted, not every_token)
+    def _record_forward(self, adapted: bool, every_token: bool, by_rows: bool) -> SizedRecording:
+        run = partial(self._run_forward, adapted, not every_token, by_rows)
+        most, *others = self._limits
+        if self._splits and not by_rows:  # longer steps are held by rows
+            most = max(MOST_TOKENS, min(most, self._program.group.row_threshold))
+        sizes = partial(self._sizes, by_rows)
         with self._scratch_sequence():
             try:
-                recording = self._recorder.record(run, _TRIALS, self._limits)
+                recording = self._recorder.record(run, [sizes(*each) for each in _TRIALS], sizes(most, *others))
             except NotRecordableError:
                 self._load_trial(*_CHECK)
                 run(*_CHECK)  # twice: another rank, which may have a recording, exchanges sums with this one
@@ -185,21 +198,25 @@ class KernelList:
                 raise
             self._load_trial(*_CHECK)
             expected = run(*_CHECK)
-            recording(*_CHECK)
+            recording(*sizes(*_CHECK))
             for mine, other in zip(recording.results, expected, strict=True):
                 if not torch.equal(mine[: len(other)], other):
                     raise NotRecordableError("does more than call kernels")
         return recording
 
+    def _sizes(self, by_rows: bool, num_tokens: int, *others: int) -> tuple[int, ...]:
+        """What a recording is called with: by rows, also how many of them a rank holds."""
+        return (num_tokens, *others, *([-(-num_tokens // self._program.group.size)] if by_rows else []))
+
     def _run_forward(
-        self, adapted: bool, narrow: bool, num_tokens: int, num_rows: int, num_samples: int
+        self, adapted: bool, narrow: bool, by_rows: bool, num_tokens: int, num_rows: int, num_samples: int, _: int = 0
     ) -> list[Tensor]:
         """The forward pass of what the buffers hold: what samples is read, and what is kept of all tokens."""
         part, finite, program = self._part(num_rows, num_samples), self._finite[:num_tokens], self._program
         sizes = (part, num_tokens, None, finite)
-        hidden = program.mixed(*sizes, num_tokens=num_tokens, narrow=narrow, adapted=adapted)
-        kept = program.kept(hidden) if program.taps or not narrow else ()
-        return [hidden if narrow else program.select(hidden, part.sample_tokens), *kept]
+        hidden = program.mixed(*sizes, num_tokens=num_tokens, narrow=narrow, adapted=adapted, by_rows=by_rows)
+        kept = hidden.kept if program.taps or not narrow else ()
+        return [hidden.last if narrow else program.select(hidden.last, part.sample_tokens), *kept]
 
     def _part(self, num_rows: int, num_samples: int) -> InputLists[Tensor]:
         lists = self._inputs.lists
@@ -229,7 +246,7 @@ class KernelList:
 
     def _record_sampling(self, kind: SamplingKind, *, adapted: bool) -> SizedRecording:
         program, lists = self._program, self._inputs.lists
-        hidden = self._forwards[adapted, self._leaves_last].results[0]
+        hidden = self._forwards[adapted, self._leaves_last, False].results[0]
 
         def run(count: int) -> list[Tensor]:
             return [program.sample(kind, hidden[:count], lists.sample_rows[:count], lists.ahead[:count])]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.models.base import Model
 from quire.ops.base import Target
-from quire.ops.pooling import ACTIVATIONS, PROMPT_SUMS, TILE, tile_sums
+from quire.ops.encoder import ACTIVATIONS, PROMPT_SUMS, TILE, tile_sums
 from quire.platform.transfer import Download, upload
-from quire.runner.logits import LogitsHead
+from quire.runner.prompt_logprobs import LogitsHead
 from quire.runner.step import PooledRows, Step
 from quire.types.errors import EngineError
 from quire.types.sampling import Activation, PoolingKind, PoolingParams, SamplingParams
@@ -113,6 +113,9 @@ class Pooler(NoPooling):
         row = self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens)
         if params.pooling == "step":
             row.places = [at for at, token in enumerate(start.token_ids) if token == params.step_tag_id]
+        elif params.skip_token_ids:
+            skipped = set(params.skip_token_ids)
+            row.places = [at for at, token in enumerate(start.token_ids) if token not in skipped]
 
     def remove_request(self, row: int) -> None:
         self._rows.pop(row, None)

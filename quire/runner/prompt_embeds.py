@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.models.token_inputs import TokenInputs
-from quire.ops.embedding import embed_from
+from quire.ops.select import embed_from
 from quire.types.request import PromptEmbeds
 from quire.types.step import RowStart
 

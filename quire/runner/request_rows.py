@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from quire.ops.base import Target
-from quire.ops.rows import START_ROWS, pack_starts
-from quire.platform.transfer import Lent
+from quire.ops.step import START_ROWS, WRITE_BLOCKS, pack_starts
+from quire.platform.transfer import PinnedRing
 from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine
-from quire.types.step import RowStart
+from quire.types.step import RowStart, StepPlan
 
 # Steps in flight may sample past the end of a request that has just finished.
 SPARE_TOKENS = 8
@@ -38,7 +38,7 @@ class RequestRows:
         self.num_starts = [0] * count  # of each row, to tell results of its last request
         self._staged: list[RowStart] = []
         self._start_rows = START_ROWS.bind(Target(device.type))
-        self._lent = Lent(device)
+        self._pinned = PinnedRing(device)
 
     @staticmethod
     def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
@@ -64,7 +64,7 @@ class RequestRows:
             return
         starts, self._staged = self._staged, []
         longest = max(len(start.token_ids) for start in starts)
-        with self._lent.list(pack_starts(starts)) as packed:
+        with self._pinned.list(pack_starts(starts)) as packed:
             self._start_rows(self.token_ids, self.numbers, packed, len(starts), longest)
 
     def free(self, row: int) -> None:
@@ -97,3 +97,31 @@ class RequestRows:
         self.unsettled[row] -= 1
         if not self.unsettled[row]:
             del self.unsettled[row]
+
+
+class BlockTables:
+    """Block tables of all rows and KV groups, on the device, kept current by the plans' packed deltas."""
+
+    def __init__(
+        self, num_groups: int, max_rows: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.num_groups = num_groups
+        # One spare block: a step in flight may run past the end of a request that has just finished.
+        max_blocks = -(-max_model_len // block_size) + 1
+        # And one spare row, see RequestRows.
+        self.tables = torch.zeros(num_groups, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self._write = WRITE_BLOCKS.bind(Target(device.type))
+        self._pinned = PinnedRing(device)
+
+    @staticmethod
+    def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
+        blocks = sizes.max_model_len // sizes.block_size
+        yield LedgerLine("block tables", sizes.max_num_seqs * blocks * 4, f"{blocks} blocks a request")
+
+    def apply(self, plan: StepPlan) -> None:
+        if not plan.block_ids:
+            return
+        columns = (plan.block_groups, plan.block_rows, plan.block_indices, plan.block_ids)
+        with self._pinned.list([x for column in columns for x in column]) as packed:
+            self._write(self.tables, packed.view(4, -1))

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.adapters import NoAdapters
-from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
-from quire.runner.expert_load import ExpertLoads
+from quire.runner.experts import ExpertLoads, RoutedExpertsRecorder
 from quire.runner.pooling import NoPooling
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.proposers.base import NoProposer
-from quire.runner.request_rows import RequestRows
-from quire.runner.routed_experts import RoutedExpertsRecorder
+from quire.runner.request_rows import BlockTables, RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.stages import WholeModel, nothing_sampled
 from quire.runner.step import Arriving, Step, StepShape, planned_tokens
@@ -85,6 +83,7 @@ class Runner:
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
         self.routed_experts = routed_experts
+        self._parts = (prompt_logprobs, routed_experts, self.inputs, self.pooler, self.adapters)  # that follow rows
         self.sampling_kind = sampler.kind
         self.proposer = NoProposer()
         self._newest: RunningStep | None = None  # of a proposer that follows every step
@@ -193,22 +192,16 @@ class Runner:
         for row in plan.freed_rows:
             self.rows.free(row)
             self.sampler.remove_request(row)
-            self.prompt_logprobs.remove_request(row)
-            self.routed_experts.remove_request(row)
-            self.inputs.remove_request(row)
-            self.pooler.remove_request(row)
-            self.adapters.remove_request(row)
+            for part in self._parts:
+                part.remove_request(row)
         for load in plan.adapter_loads:
             self.adapters.load(load)
         for start in plan.starts:
             self.rows.start(start)
             self.proposer.start(start)
             self.sampler.add_request(start.row, start)
-            self.prompt_logprobs.add_request(start.row, start)
-            self.routed_experts.add_request(start.row, start)
-            self.inputs.add_request(start)
-            self.pooler.add_request(start)
-            self.adapters.add_request(start)
+            for part in self._parts:
+                part.add_request(start)
         self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)

@@ -16,12 +16,11 @@ from torch import Tensor
 from quire.models.token_inputs import TokenInputs
 from quire.parallel.pipeline import Pipeline
 from quire.platform.transfer import upload
-from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler, SamplingKind
 from quire.runner.step import Step
 from quire.types.ledger import EngineSizes, LedgerLine
-from quire.types.step import Returned, RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.types.step import Returned, RowStart, StepPlan, StepResult
 
 
 class _HandedOn(NamedTuple):
@@ -178,25 +177,6 @@ class NoSampler(Sampler):
     @property
     def usual_kinds(self) -> list[SamplingKind]:
         return []
-
-
-class NoPromptLogprobs(PromptLogprobs):
-    """Of a stage that has no logits."""
-
-    def __init__(self) -> None:
-        return None
-
-    def add_request(self, row: int, start: RowStart) -> None:
-        return None
-
-    def remove_request(self, row: int) -> None:
-        return None
-
-    def wants(self, rows: list[int]) -> bool:
-        return False
-
-    def compute(self, plan: StepPlan, starts: list[int], hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
-        return {}
 
 
 def nothing_sampled(plan: StepPlan, way: str) -> StepResult:

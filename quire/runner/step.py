@@ -11,10 +11,9 @@ from torch import Tensor
 
 from quire.platform.transfer import Download
 from quire.runner.containment import MESSAGE
+from quire.runner.experts import RoutedRows
 from quire.runner.request_rows import RequestRows
-from quire.runner.routed_experts import RoutedRows
-from quire.runner.sampling.asked_logprobs import add_asked
-from quire.runner.sampling.logprobs import unpack_logprobs
+from quire.runner.sampling.logprobs import add_asked, unpack_logprobs
 from quire.runner.sampling.sampler import SamplingKind
 from quire.types.status import MESSAGES
 from quire.types.step import Pooled, StepPlan, StepResult, TokenLogprobs

@@ -21,5 +21,5 @@ class WorkerDescription:
     is_bidirectional: bool  # every prompt has to be computed in one step
     kernel_path: dict[str, str]  # what decides the bits of a result, besides the model: device, instructions, types
     routes: bool  # its layers have experts
-    step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them
+    step_sizes: tuple[int, ...]  # numbers of tokens that mixed steps are padded to, up to the largest of them
     query_tile: int  # tokens of a prompt that attention computes together

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Executor(ABC):
         """Return an array of `count` masks to write into for `sample`. Masks written before may be lost."""
         return np.empty((count, -(-self.description.vocab_size // 32)), dtype=np.int32)
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         """Do something that steps to come will need; False if there is nothing.
 
         Called while no step is in flight. Takes some milliseconds, or seconds where kernels must be compiled; never
@@ -82,6 +82,13 @@ class Executor(ABC):
         QuireError, and the weights are what they were, if these cannot be used.
         """
         return _cannot("update_weights")
+
+    def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Call something with the worker of each rank, in rank order. No step is in flight."""
+        raise ConfigError(
+            "collective_rpc runs a callable with each worker, and these are other processes, which take data and"
+            " never pickled code; use one rank in this process (tensor_parallel_size 1, pipeline_parallel_size 1)"
+        )
 
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:

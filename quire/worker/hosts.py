@@ -16,7 +16,7 @@ from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError, EngineDeadError, EngineStartError
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
-from quire.utils.version import VERSION
+from quire.utils.version import build_version
 from quire.worker.door import Door
 from quire.worker.joining import CONTROL, ORDERS, Lost
 from quire.worker.rank_messages import (
@@ -147,7 +147,7 @@ class HostsExecutor(RanksExecutor):
             try:
                 message = decode_report(data)
             except msgspec.MsgspecError as error:
-                self._door.send(token + ORDERS, Leave(f"the engine, version {VERSION}, does not understand: {error}"))
+                self._door.send(token + ORDERS, Leave(f"the engine, Quire {build_version()}, cannot read: {error}"))
                 continue
             if isinstance(message, Join):
                 self._take_join(token, message)
@@ -169,8 +169,8 @@ class HostsExecutor(RanksExecutor):
     def _take_join(self, token: bytes, join: Join) -> None:
         if any(member.token == token for member in self.members):
             return
-        if join.version != VERSION:
-            reason = f"the engine runs Quire {VERSION} but this worker {join.version}; install the same version"
+        if join.version != (mine := build_version()):
+            reason = f"the engine runs Quire {mine} but this worker {join.version}; install the same version"
             logger.warning("a worker on %s was refused: %s", join.host, reason)
             self._door.send(token + ORDERS, Leave(reason, is_refused=True))
         elif not self._is_placed and len(self.members) < self.num_ranks:

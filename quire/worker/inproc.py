@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
@@ -97,12 +98,12 @@ class InProcExecutor(Executor):
     def mask_room(self, count: int) -> Masks:
         return self._worker.mask_room(count)
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         if not self._prepares:
             return False
         begin = time.perf_counter()
         try:
-            self._prepares = self._worker.prepare()
+            self._prepares = self._worker.capture_next()
         except Exception as error:  # the step that needs it will tell, if it ever comes
             logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
             self._prepares = False
@@ -127,6 +128,10 @@ class InProcExecutor(Executor):
     def wake(self) -> Future[str]:
         return self._change(self._worker.wake)
 
+    def check_weights(self, path: str) -> Future[str]:
+        """The digest of weights that `update_weights` would take; QuireError if it would not."""
+        return self._reader.submit(self._worker.check_weights, path)
+
     def update_weights(self, path: str) -> Future[str]:
         return self._change(partial(self._worker.update_weights, path))
 
@@ -134,6 +139,10 @@ class InProcExecutor(Executor):
         """Beside the engine's loop, which starts no steps meanwhile and goes on hearing messages."""
         self._prepares = True
         return self._reader.submit(work)
+
+    def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
+        with self._turns.step:
+            return [call(self._worker)]
 
     def is_sticky(self, error: Exception) -> bool:
         return isinstance(error, EngineDeadError) or self._worker.platform.is_sticky(error)

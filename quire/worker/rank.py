@@ -33,7 +33,7 @@ from quire.parallel.pipeline import Pipeline
 from quire.parallel.shared_memory import CollectiveFailure, RankMemory, SharedMemory
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
-from quire.types.errors import EngineError, QuireError
+from quire.types.errors import EngineDeadError, EngineError, QuireError
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.collector import paused_collector
@@ -42,6 +42,8 @@ from quire.utils.streams import receive_exactly
 from quire.worker.inproc import InProcExecutor, InProcStep
 from quire.worker.rank_messages import (
     AdapterRead,
+    Changed,
+    CheckWeights,
     Described,
     Died,
     Done,
@@ -54,10 +56,14 @@ from quire.worker.rank_messages import (
     Phase,
     Prepare,
     Prepared,
+    RankChange,
     RankOrder,
     ReadAdapter,
     Sample,
+    Sleep,
     ToRank,
+    UpdateWeights,
+    Wake,
     decode_order,
     frame,
 )
@@ -147,14 +153,19 @@ class Rank:
         """Serve until the engine is gone; returns the exit status."""
         try:
             executor = self._start()
+            self._channel.send(Described(executor.description))
+            self._serve(executor)
+            return 0
         except Exception as error:  # whatever it was, the engine must hear of it
             is_permanent = isinstance(error, QuireError) and not isinstance(error, EngineError)
             cause = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             if not is_permanent:
-                logger.error("rank %d cannot start", self._rank, exc_info=error)
+                logger.error("rank %d cannot go on", self._rank, exc_info=error)
             self._channel.send(Died(cause, is_permanent))
             return 1
-        self._channel.send(Described(executor.description))
+
+    def _serve(self, executor: InProcExecutor) -> None:
+        """Obey until the engine is gone."""
         try:
             while True:
                 while len(self._running) > self._awaits_masks and not self._channel.has_order():
@@ -162,7 +173,6 @@ class Rank:
                 self._channel.take_order(partial(self._obey, executor))
         except EOFError:
             executor.shutdown()
-            return 0
 
     def _start(self) -> InProcExecutor:
         platform = get_platform(self._config.device.device)
@@ -200,15 +210,29 @@ class Rank:
                 if self._running[-1][1].done():
                     self._answer_all(executor)
             case Prepare():
-                self._channel.send(Prepared(executor.prepare()))
+                self._channel.send(Prepared(executor.capture_next()))
             case ReadAdapter(ref):
                 executor.read_adapter(ref).add_done_callback(lambda done: self._tell_adapter(ref.digest, done))
             case ForgetAdapter(digest):
                 executor.forget_adapter(digest)
+            case Sleep() | Wake() | CheckWeights() | UpdateWeights():
+                self._answer_all(executor)
+                self._change(executor, message).add_done_callback(self._tell_change)
             case Pause():
                 self._awaits_masks = False
                 self._answer_all(executor)
                 self._channel.send(Paused())
+
+    def _change(self, executor: InProcExecutor, message: RankChange) -> Future[str]:
+        match message:
+            case Sleep(level):
+                return executor.sleep(level)
+            case Wake():
+                return executor.wake()
+            case CheckWeights(path):
+                return executor.check_weights(path)
+            case UpdateWeights(path):
+                return executor.update_weights(path)
 
     def _answer_all(self, executor: InProcExecutor) -> None:
         while self._running:
@@ -234,6 +258,14 @@ class Rank:
             self._channel.send(AdapterRead(digest, reading.result()))
         else:
             self._channel.send(AdapterRead(digest, 0, str(error)))
+
+    def _tell_change(self, done: Future[str]) -> None:
+        error = done.exception()
+        if error is None:
+            self._channel.send(Changed(done.result()))
+        else:
+            reason = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            self._channel.send(Changed("", reason, isinstance(error, EngineDeadError)))
 
 
 def set_up_process(rank: int) -> None:

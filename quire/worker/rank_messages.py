@@ -50,6 +50,24 @@ class ForgetAdapter(msgspec.Struct, tag=True, frozen=True):
     digest: str
 
 
+class Sleep(msgspec.Struct, tag=True, frozen=True):
+    level: int
+
+
+class Wake(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class CheckWeights(msgspec.Struct, tag=True, frozen=True):
+    """Whether this rank could replace its weights by those of a folder, and their digest."""
+
+    path: str
+
+
+class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
+    path: str
+
+
 class Pause(msgspec.Struct, tag=True, frozen=True):
     """Say Paused when all before is done."""
 
@@ -84,12 +102,20 @@ class AdapterRead(msgspec.Struct, tag=True, frozen=True):
     error: str | None = None
 
 
+class Changed(msgspec.Struct, tag=True, frozen=True):
+    """The last Sleep, Wake, CheckWeights or UpdateWeights has ended on this rank."""
+
+    digest: str
+    error: str | None = None  # it was not done; the rank is as it was
+    is_fatal: bool = False  # it cannot go on
+
+
 class Paused(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
 class Died(msgspec.Struct, tag=True, frozen=True):
-    """The last message of a rank that cannot start."""
+    """The last message of a rank that cannot start or go on."""
 
     reason: str
     is_permanent: bool  # starting again would not help
@@ -140,8 +166,11 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False  # a rank says whether it has a place
 
 
-ToRank = Execute | Sample | Prepare | ReadAdapter | ForgetAdapter | Pause | Placement | Connect | Ended | Leave | Beat
-FromRank = Phase | Described | Done | Failed | Prepared | AdapterRead | Paused | Died | Join | Present | Beat | Lost
+RankChange = Sleep | Wake | CheckWeights | UpdateWeights
+_Work = Execute | Sample | Prepare | ReadAdapter | ForgetAdapter | RankChange | Pause
+ToRank = _Work | Placement | Connect | Ended | Leave | Beat
+_Said = Phase | Described | Done | Failed | Prepared | AdapterRead | Changed | Paused | Died
+FromRank = _Said | Join | Present | Beat | Lost
 
 _LENGTH = struct.Struct("<I")
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -26,6 +26,8 @@ from quire.worker.description import WorkerDescription
 from quire.worker.executor import Executor
 from quire.worker.rank_messages import (
     AdapterRead,
+    Changed,
+    CheckWeights,
     Described,
     Died,
     Done,
@@ -38,9 +40,13 @@ from quire.worker.rank_messages import (
     Phase,
     Prepare,
     Prepared,
+    RankChange,
     ReadAdapter,
     Sample,
+    Sleep,
     ToRank,
+    UpdateWeights,
+    Wake,
 )
 
 logger = get_logger(__name__)
@@ -98,6 +104,7 @@ class RanksExecutor(Executor):
         self._num_paused = 0
         self._must_pause = False
         self._adapters: dict[str, tuple[Future[int], list[AdapterRead]]] = {}
+        self._changing: tuple[RankChange, Future[str], dict[int, Changed]] | None = None
         self._pumping = threading.RLock()  # held by whoever takes messages in
         self._stopping = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="quire-ranks", daemon=True)
@@ -161,7 +168,7 @@ class RanksExecutor(Executor):
         self.send(Execute(plan, returned))
         return RankStep(self, plan.step_id)
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         if self.failure is not None:
             return False
         self._prepared.clear()
@@ -184,6 +191,42 @@ class RanksExecutor(Executor):
 
     def forget_adapter(self, digest: str) -> None:
         self.send(ForgetAdapter(digest))
+
+    def sleep(self, level: int) -> Future[str]:
+        return self._change(Sleep(level))
+
+    def wake(self) -> Future[str]:
+        return self._change(Wake())
+
+    def update_weights(self, path: str) -> Future[str]:
+        """No rank lets its weights go before all have checked the others."""
+        updated: Future[str] = Future()
+
+        def update(checked: Future[str]) -> None:
+            if checked.exception() is None:
+                self._change(UpdateWeights(path)).add_done_callback(tell)
+            else:
+                tell(checked)
+
+        def tell(done: Future[str]) -> None:
+            error = done.exception()
+            if error is None:
+                updated.set_result(done.result())
+            else:
+                updated.set_exception(error)
+
+        self._change(CheckWeights(path)).add_done_callback(update)
+        return updated
+
+    def _change(self, message: RankChange) -> Future[str]:
+        with self._pumping:
+            self._returned.clear()  # nobody has a row for them
+            self._changing = message, Future(), {}
+            self.send(message)
+            future = self._changing[1]
+            if self.failure is not None and not future.done():
+                future.set_exception(self.failure)
+        return future
 
     def is_sticky(self, error: Exception) -> bool:
         return isinstance(error, EngineDeadError) or (isinstance(error, RankStepError) and error.is_sticky)
@@ -264,6 +307,8 @@ class RanksExecutor(Executor):
                 self._num_paused += 1
             case AdapterRead():
                 self._take_adapter(message)
+            case Changed():
+                self._take_change(rank, message)
             case Died(reason, is_permanent):
                 self._fail(ConfigError(reason) if is_permanent else EngineDeadError(f"rank {rank}: {reason}"))
 
@@ -278,6 +323,24 @@ class RanksExecutor(Executor):
             future.set_exception(EngineError(error))
         else:
             future.set_result(sum(one.num_bytes for one in said))
+
+    def _take_change(self, rank: int, changed: Changed) -> None:
+        assert self._changing is not None, "no rank was told to change"
+        message, future, said = self._changing
+        said[rank] = changed
+        if len(said) < self.num_ranks:
+            return
+        errors = {rank: one for rank, one in sorted(said.items()) if one.error is not None}
+        if not errors and len({one.digest for one in said.values()}) == 1:
+            future.set_result(changed.digest)
+            return
+        reason = "; ".join(f"rank {rank}: {one.error}" for rank, one in errors.items())
+        reason = reason or "ranks have different files where the weights are"
+        undone = len(errors) == self.num_ranks and not any(one.is_fatal for one in errors.values())
+        if isinstance(message, CheckWeights) or (isinstance(message, UpdateWeights) and undone):
+            future.set_exception(EngineError(reason))
+        else:
+            self._fail(EngineDeadError(reason))
 
     def _watch(self) -> None:
         """Look after the ranks while nobody waits for them, and find those that stand still."""
@@ -297,7 +360,8 @@ class RanksExecutor(Executor):
         logger.error("%s; ending all ranks", error)
         self.failure = error
         self._end_ranks(str(error))
-        for future, _ in self._adapters.values():
+        waiting: list[Future[int] | Future[str]] = [future for future, _ in self._adapters.values()]
+        for future in [*waiting, *([] if self._changing is None else [self._changing[1]])]:
             if not future.done():
                 future.set_exception(error)
         self.on_failure()

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quire.config.engine import EngineConfig
-from quire.config.env import import_path, prepare_ray
+from quire.config.env import prepare_ray, rank_environment
 from quire.platform.registry import get_platform
 from quire.types.errors import EngineDeadError, EngineStartError
 from quire.utils.log import get_logger
@@ -92,7 +92,7 @@ class RayExecutor(HostsExecutor):
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
             self._actors.append(actor.options(**options).remote())
             order = JoinOrder(self._door.address, secret, secrets.token_hex(8), num_local[nodes[index]])
-            self._ends.append(self._actors[-1].run.remote(import_path(), msgspec.json.encode(order)))
+            self._ends.append(self._actors[-1].run.remote(rank_environment(), msgspec.json.encode(order)))
 
     def _look(self) -> None:
         super()._look()

@@ -29,7 +29,7 @@ from quire.parallel.sockets import Mesh
 from quire.platform.base import Platform
 from quire.types.errors import QuireError
 from quire.utils.log import get_logger
-from quire.utils.version import VERSION
+from quire.utils.version import build_version
 from quire.worker.door import Context, derive, knock
 from quire.worker.joining import CONTROL, ORDERS, REFUSED, REPORTS, JoinOrder
 from quire.worker.rank import BEAT_EVERY, Rank, RankChannel, set_up_process
@@ -69,7 +69,7 @@ class RemoteChannel(RankChannel):
 
     def join(self) -> Placement:
         """Ask for a place until there is one."""
-        mine = Join(VERSION, socket.gethostname(), os.getpid(), self._mesh.address)
+        mine = Join(build_version(), socket.gethostname(), os.getpid(), self._mesh.address)
         asked = 0.0
         while True:
             if time.monotonic() - asked >= 1.0:

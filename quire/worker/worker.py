@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -14,12 +13,10 @@ from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import CachedLayer
 from quire.layers.quant.base import kept_weights
 from quire.layers.rope.embedding import RotaryEmbedding
-from quire.loader.checkpoint import Checkpoint
 from quire.loader.digest import model_digest
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.hub import find_model
 from quire.loader.mapper import Progress, load_weights
-from quire.loader.open import open_checkpoint
 from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
@@ -30,24 +27,21 @@ from quire.planning.drafting import make_proposer
 from quire.planning.engine_plan import EnginePlan, adapter_sizes, plan_engine, with_measured_step
 from quire.platform.allocator import return_free_memory
 from quire.platform.base import HostCopy
-from quire.runner.adapters import RowAdapters, make_room
-from quire.runner.block_tables import BlockTables
+from quire.runner.adapters import RowAdapters, make_room, slot_buffers
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
-from quire.runner.expert_load import ExpertLoads
+from quire.runner.experts import ExpertLoads, RoutedExpertsRecorder
 from quire.runner.forward import StepProgram
-from quire.runner.logits import LogitsHead
 from quire.runner.pooling import PooledHeads, Pooler
 from quire.runner.prompt_embeds import PromptEmbedInputs
-from quire.runner.prompt_logprobs import PromptLogprobs
-from quire.runner.request_rows import RequestRows
-from quire.runner.routed_experts import RoutedExpertsRecorder
+from quire.runner.prompt_logprobs import LogitsHead, PromptLogprobs
+from quire.runner.request_rows import BlockTables, RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.sampling.sharded import VocabShard
-from quire.runner.stages import NoPromptLogprobs, NoSampler, Stage, StageInputs
+from quire.runner.stages import NoSampler, Stage, StageInputs
 from quire.runner.ways import make_ways
 from quire.types.errors import EngineDeadError
 from quire.types.masks import Masks
@@ -58,7 +52,7 @@ from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
 from quire.worker.rebalancing import ExpertBalancer, NoBalancer
-from quire.worker.replacing import check_same_model
+from quire.worker.replacing import check_same_model, with_weights
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -159,7 +153,7 @@ class Worker:
         self._balancer.before_step(plan.step_id)
         return self.runner.execute(plan)
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         """Do something that steps to come will need, if there is anything; False if not."""
         return self.runner.capture_next()
 
@@ -176,7 +170,8 @@ class Worker:
         if level == 1 and not self._is_moved:
             assert self.model is not None
             if self._host is None:
-                self._host = self.platform.host_copy(self.model.parameters(), self.model.buffers())
+                model = self.model
+                self._host = self.platform.host_copy(model.parameters(), model.buffers(), slot_buffers(model))
                 times.note("host memory")
             self._host.move()
             self._is_moved = True
@@ -206,15 +201,20 @@ class Worker:
         self.model = self._host = None
         self._is_moved = False
 
+    def check_weights(self, path: str) -> str:
+        config = self._config.with_model(path)
+        check_same_model(self.plan, config)
+        return model_digest(find_model(config.model), config.model)
+
     def update_weights(self, path: str) -> str:
         """Load the weights of another folder in place of these; if they cannot be used, these stay."""
         before, config = self._config, self._config.with_model(path)
-        checkpoint = check_same_model(self.plan, config)
+        check_same_model(self.plan, config)
         self._let_go()
         self._forget_weights()
         self.platform.release_memory()
         try:
-            self._load(config, checkpoint)
+            self._load(config)
         except Exception as error:
             logger.error("the weights of %s cannot be loaded: %s; the old ones are loaded again", path, error)
             try:
@@ -234,11 +234,9 @@ class Worker:
             layer.unbind()
         self._runner = None
 
-    def _load(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
-        if checkpoint is None and config.model.load_format != "dummy":
-            checkpoint = open_checkpoint(find_model(config.model))
+    def _load(self, config: EngineConfig) -> None:
         self.platform.start(config.device.num_threads)  # this is another thread than the one that runs steps
-        self.model = load_model(replace(self.plan, checkpoint=checkpoint), config)
+        self.model = load_model(with_weights(self.plan, config), config)
         self._ladders = find_ladders(self.plan, self.model)
 
     def _build(self) -> None:
@@ -290,7 +288,11 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
         schemes = dummy_schemes(model, plan.model_config)
         fill_dummy(model, config.model.seed, plan.platform.device, schemes=schemes)
     else:
-        load_weights(model, plan.checkpoint, progress)
+        report = load_weights(model, plan.checkpoint, progress)
+        if report.weight_only:
+            kinds, dtype = ", ".join(report.weight_only), plan.settings.activations
+            dtype = plan.settings.dtype if dtype == "auto" else dtype
+            logger.info("the checkpoint asks for quantized activations, which stay %s for %s weights", dtype, kinds)
     for note in {module.note for module in model.modules() if isinstance(module, RotaryEmbedding)} - {None}:
         logger.warning("%s", note)
     if plan.draft is not None:
@@ -333,10 +335,10 @@ def build_runner(
     if plan.adapters is not None:
         tokens = AdapterTokens(plan.adapters, settings.max_num_seqs, platform.device)
     backends, length = GroupBackends(plan.backends), ledger.max_model_len
-    program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples)
+    program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples, plan.group)
     adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
     head = LogitsHead(model, sample_ladder, tokens)
-    prompt_logprobs = PromptLogprobs(rows, head) if pipeline.is_last else NoPromptLogprobs()
+    prompt_logprobs = PromptLogprobs(rows, head, has_logits=pipeline.is_last)
     containment = Containment(model.cached_layers(), tables)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
     samples = token_ladder if platform.batch_invariant else coarse_ladder(max_samples)

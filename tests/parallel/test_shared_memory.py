@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Op, Target
-from quire.ops.dispatch import COUNT_EXPERTS, LOCAL_EXPERTS
+from quire.ops.routing import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.parallel.collectives import Collectives
 from quire.parallel.expert_exchange import ExpertExchange
 from quire.parallel.groups import ParallelGroup
@@ -63,6 +63,31 @@ def test_sums_are_a_tree_over_the_ranks(size: int, shape: tuple[int, int]) -> No
     for found in on_ranks(size, lambda group, rank: [group.all_reduce(mine[rank]) for _ in range(3)][-1]):
         assert isinstance(found, Tensor)
         assert torch.equal(found, tree(mine))
+
+
+def check_rows(work: Callable[[Callable[[Collectives, int], object]], list[object]], size: int, rows: int) -> None:
+    """A rank has its rows of the sum, with its bits, and zeros behind them; all ranks get all rows back."""
+    mine, share = parts(size, rows, 517), -(-rows // size)
+    whole = torch.cat((tree(mine), torch.zeros(share * size - rows, 517)))
+
+    def scatter(group: Collectives, rank: int) -> object:
+        shard = group.reduce_scatter(mine[rank])
+        assert torch.equal(group.own_rows(whole[:rows]), shard)
+        line = group.gather_rows(shard[:, 0].bfloat16(), rows)  # of one value, in half precision
+        return shard, group.gather_rows(shard, rows), line
+
+    for rank, found in enumerate(work(scatter)):
+        assert isinstance(found, tuple)
+        shard, gathered, line = found
+        assert torch.equal(shard, whole[rank * share : (rank + 1) * share])
+        assert torch.equal(gathered, whole[:rows])
+        assert torch.equal(line, whole[:rows, 0].bfloat16())
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 2100), (3, 7), (4, 9), (4, 1501), (8, 3)])
+def test_rows_of_a_sum_are_scattered_and_gathered(size: int, rows: int) -> None:
+    """Numbers of rows that ranks do not divide, ranks without a row, and more than fill the slots."""
+    check_rows(lambda scatter: on_ranks(size, scatter), size, rows)
 
 
 @pytest.mark.parametrize(("size", "total"), [(2, 199), (3, 10), (4, SLOT_BYTES // 2)])

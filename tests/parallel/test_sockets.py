@@ -19,7 +19,7 @@ from quire.parallel.sockets import Mesh
 from quire.types.errors import EngineDeadError
 from quire.utils.streams import receive_exactly
 from quire.utils.tls import seal
-from tests.parallel.test_shared_memory import check_exchange, parts, tree
+from tests.parallel.test_shared_memory import check_exchange, check_rows, parts, tree
 
 SECRET = b"of these tests alone"
 
@@ -63,6 +63,11 @@ def test_columns_over_sockets_are_in_rank_order(size: int, total: int) -> None:
     for found in on_ranks(size, gather):
         assert isinstance(found, Tensor)
         assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 2100), (4, 9), (3, 1501)])
+def test_rows_of_a_sum_over_sockets_are_scattered_and_gathered(size: int, rows: int) -> None:
+    check_rows(lambda scatter: on_ranks(size, lambda mesh, rank: scatter(mesh.of_all(rank), rank)), size, rows)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 1), (3, 300)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
+from quire.parallel.pipeline import Pipeline
 from quire.planning.engine_plan import EnginePlan, plan_engine, plan_memory
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
@@ -292,3 +293,37 @@ def test_what_was_measured_replaces_the_estimate(tmp_path: Path, monkeypatch: py
     forward = entry(more, "CUDA graphs") - entry(less, "CUDA graphs")
     assert forward >= 1 << 28, "a captured step is as large as the measured one"
     assert entry(more, "CUDA graphs, sampling") == entry(less, "CUDA graphs, sampling") > 0
+
+
+HYBRID = {
+    **LLAMA,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 2 + ["linear_attention"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(("length", "ends"), [(16, [3, 6]), (8192, [1, 6])])
+def test_stages_count_what_layers_keep(length: int, ends: list[int], tmp_path: Path) -> None:
+    config = EngineConfig.from_flat(
+        model=write_config(tmp_path, **HYBRID), load_format="dummy", max_model_len=length, pipeline_parallel_size=2
+    )
+    plans = [plan_engine(config, pipeline=Pipeline(stage, 2)) for stage in range(2)]
+    assert [plan.pipeline.layers for plan in plans] == [(0, ends[0]), (ends[0], ends[1])]
+
+
+def test_adapters_in_host_memory_are_in_the_ledger(tmp_path: Path) -> None:
+    """Of a CPU, whose memory they share; as many as may stay, each as large as a slot."""
+    common = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    few, many = (make_plan(tmp_path, LLAMA, **common, max_cpu_loras=count) for count in (1, 5))
+    assert entry(many, "adapters in host memory") == 5 * entry(few, "adapters in host memory")
+    assert entry(few, "adapters in host memory") == entry(few, "adapters") // 2
+    names = [line.name for line in make_plan(tmp_path, LLAMA).ledger.entries]
+    assert "adapters in host memory" not in names

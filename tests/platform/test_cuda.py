@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.layers.quant.fp8 import Fp8
+from quire.layers.quant.online import Fp8Matmuls
 from quire.ops.base import Target
-from quire.platform.cuda import CudaPlatform
+from quire.platform import cuda
+from quire.platform.cuda import CudaPlatform, PinnedCopy
 from quire.types.errors import ConfigError
 from tests.kernels.triton.paged import needs_triton
 
@@ -71,11 +73,39 @@ def test_a_gpu_without_eight_bit_floats_keeps_others(monkeypatch: pytest.MonkeyP
 
     target = Target("cuda", torch.bfloat16, deterministic=deterministic)
     pretend(monkeypatch, "NVIDIA A100", (8, 0))
-    reason = Fp8().refuses(target)
+    reason = Fp8Matmuls().refuses(target)
     assert reason is not None
     assert "NVIDIA A100 has 8.0" in reason
     assert reason.endswith("leave --quantization out")
     assert TritonAttention().kv_dtypes(torch.bfloat16) == (torch.bfloat16,)
     pretend(monkeypatch, "NVIDIA L40S", (8, 9))
-    assert Fp8().refuses(target) is None
+    assert Fp8Matmuls().refuses(target) is None
     assert TritonAttention().kv_dtypes(torch.bfloat16) == (torch.bfloat16, torch.float8_e4m3fn)
+
+
+def test_slots_of_adapters_are_not_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cleared by sleep anyway: they come back as zeros, and no memory is pinned for them."""
+    pinned: list[torch.Tensor] = []
+
+    def take() -> torch.Tensor:
+        pinned.append(torch.empty(64, dtype=torch.uint8))
+        return pinned[-1]
+
+    monkeypatch.setattr(cuda, "_pinned_chunk", take)
+    monkeypatch.setattr(cuda, "_CHUNK", 64)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    unpinned: list[int] = []
+    cudart = SimpleNamespace(cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    weight, table, slots = torch.arange(20.0), torch.arange(4.0), torch.ones(1000)
+    kept = [{t.data_ptr(): t.untyped_storage() for t in group} for group in ([weight], [table, slots], [slots])]
+    copy = PinnedCopy(*kept)
+    assert len(pinned) == 2, "96 bytes of weight and table"
+    for _ in range(2):
+        copy.move()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (weight, table, slots))
+        copy.put_back()
+        assert (weight.tolist(), table.tolist()) == ([*range(20)], [*range(4)])
+        assert not slots.any()
+    del copy
+    assert len(unpinned) == 2

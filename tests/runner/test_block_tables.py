@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.block_tables import BlockTables
+from quire.runner.request_rows import BlockTables
 from quire.types.step import StepPlan
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from quire.layers.state import StateCache
 from quire.ops.base import Target
 from quire.ops.recurrent import linear_attention
 from quire.ops.states import StatePlaces, StateShape
-from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
+from quire.runner.request_rows import BlockTables
 
 CPU = torch.device("cpu")
 

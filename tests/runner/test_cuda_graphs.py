@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import Counter
@@ -197,24 +198,32 @@ def test_masked_rows_are_preempted_and_go_on(folder: Path, monkeypatch: pytest.M
     assert masked_steps(spy) > 10
 
 
-def test_what_is_prepared_is_not_captured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_ahead_is_not_captured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Between two requests that get the same row: what prepares uses the same buffers."""
     expected = tokens_of(folder, [[7, 8, 9]])[0]
     capture_steps(monkeypatch, mixed=(32,))
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "kv_cache_memory": 1 << 20}
     core = make_engine(folder, attention_backend="triton", **limits)
     driver = Driver(core)
-    driver.add("before", [7, 8, 9], GREEDY)
-    driver.finish()
+    with caplog.at_level(logging.INFO, logger="quire"):
+        driver.add("before", [7, 8, 9], GREEDY)
+        driver.finish()
+    within = "captured a CUDA graph within a step"
+    assert [within in record.getMessage() for record in caplog.records] == [True, True]
+    caplog.clear()
     Rerun.captured, prepared = 0, 0
-    while core.prepare():
+    while core.capture_next():
         prepared += 1
-    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; three more kinds of prompts.
-    assert prepared == Rerun.captured == 1 + 3 + 3
-    driver.add("after", [7, 8, 9], GREEDY)
-    answers = driver.finish()
+    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; five more kinds of prompts.
+    assert prepared == Rerun.captured == 1 + 3 + 5
+    with caplog.at_level(logging.INFO, logger="quire"):
+        driver.add("after", [7, 8, 9], GREEDY)
+        answers = driver.finish()
     assert answers["before"].token_ids == answers["after"].token_ids == expected
     assert Rerun.captured == prepared
+    assert within not in caplog.text
 
 
 SHAPED = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -132,6 +132,12 @@ def test_every_way_answers_alike(
     if make is kernel_list:
         assert found == eager, "to the bit"
     for name, expected in eager.items():
-        assert found[name][0] == expected[0], name  # type: ignore[index]  # the tokens of a tuple
-    refused = {shape.every_token for shape in spy.refused}
-    assert refused <= {True}, "only prompt logprobs run eagerly"
+        tokens, *logprobs, reason = cast(tuple[Any, ...], found[name])
+        their_tokens, *their_logprobs, their_reason = cast(tuple[Any, ...], expected)
+        assert (tokens, reason) == (their_tokens, their_reason), name
+        for mine, theirs in zip(logprobs, their_logprobs, strict=True):
+            assert [entry.token_ids for entry in mine or ()] == [entry.token_ids for entry in theirs or ()], name
+            for one, other in zip(mine or (), theirs or (), strict=True):
+                assert one.logprobs == pytest.approx(other.logprobs, abs=0.01), name  # by other attention
+    refused = [shape for shape in spy.refused if not (shape.every_token or shape.sampling.eager)]
+    assert refused == [], "only prompt logprobs and logprob_token_ids, which captured steps have no room for"

@@ -13,13 +13,11 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.groups import GroupBackends
 from quire.layers.attention import ForwardBatch
-from quire.runner.block_tables import BlockTables
 from quire.runner.eager import Eager, Padding, padded
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
-from quire.runner.logits import LogitsHead
-from quire.runner.prompt_logprobs import PromptLogprobs
-from quire.runner.request_rows import RequestRows
+from quire.runner.prompt_logprobs import LogitsHead, PromptLogprobs
+from quire.runner.request_rows import BlockTables, RequestRows
 from quire.runner.sampling.sampler import Sampler, SamplingKind
 from quire.runner.step import PlannedTokens, SamplePositions, Step, StepShape
 from quire.types.sampling import SamplingParams

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire.cli.main import main
 from quire.engine.core import EngineCore
 from quire.kernels.cpu import library
+from quire.layers.quant.base import GroupedMethod
 from quire.runner.kernel_list import KernelList
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import Driver, make_engine, make_model
@@ -71,6 +73,21 @@ def test_tokens_and_logprobs_are_those_of_eager_steps(
     assert sizes >= {1, 2, 3, 4} if is_recorded else not sizes
 
 
+def test_quantized_experts_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    assert main(["quantize", str(model), "--scheme", "w4a16", "--out", str(tmp_path / "out")]) == 0
+    for folder, settings in ((tmp_path / "out", {}), (model, {"quantization": "fp8"})):
+        core, eager = (make_engine(folder, max_num_batched_tokens=32, **settings) for _ in range(2))
+        loaded = worker_of(core).model
+        assert loaded is not None
+        kept = {method.kept for method in loaded.modules() if isinstance(method, GroupedMethod)}
+        assert kept == ({"e4m3"} if settings else {"code4_min_f32"})
+        spy = spy_on(core)
+        run_eagerly(eager)
+        assert answers(core, temperature=0.0, logprobs=1) == answers(eager, temperature=0.0, logprobs=1)
+        assert {shape.num_rows for shape in spy.ran if shape.is_decode} >= {1, 2, 3, 4}
+
+
 def test_every_kind_of_sampling_is_that_of_eager_steps(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")
     core, eager = make_engine(model), make_engine(model)
@@ -127,7 +144,7 @@ def test_a_prompt_of_single_token_chunks_is_not_taken_for_decoding(tmp_path: Pat
 def test_a_recording_leaves_nothing_behind(tmp_path: Path) -> None:
     """Rows and tables are empty again, and whatever lies in the blocks it used is finite."""
     core = make_engine(make_model(tmp_path, "llama"))
-    while core.prepare():
+    while core.capture_next():
         pass
     rows = runner_of(core).rows
     assert int(rows.token_ids[rows.scratch_row, 0]) == 0

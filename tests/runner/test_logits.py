@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.runner.logits import LogitsHead
+from quire.runner.prompt_logprobs import LogitsHead
 
 
 class Model:

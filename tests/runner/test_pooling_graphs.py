@@ -92,7 +92,7 @@ def test_what_is_prepared_is_not_captured_again(tmp_path: Path, monkeypatch: pyt
     make_encoder(tmp_path, "Bert", num_hidden_layers=1)
     capture_steps(monkeypatch, mixed=(16, 64))
     core = engine(tmp_path, dtype="float16", max_num_batched_tokens=64)
-    while core.prepare():
+    while core.capture_next():
         pass
     assert Rerun.captured == 2
     pool(core, PROMPTS[:3], PoolingParams(pooling="cls"))

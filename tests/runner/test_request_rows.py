@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.append import append_tokens
+from quire.ops.step import append_tokens
 from quire.runner.request_rows import SPARE_TOKENS, RequestRows
 from quire.types.errors import EngineError
 from quire.types.sampling import SamplingParams

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from quire.runner.eager import Eager
-from quire.runner.ways import WAYS
+from quire.runner.ways import WAYS, Way, WayKind
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.runner.engines import Spy, runner_of, worker_of
@@ -52,7 +53,7 @@ class DecodeAlone:
         inputs.load(step.plan.rows, tokens, ())
         lengths = HostLengths([1], tokens.contexts)
         finite = torch.empty(1, dtype=torch.bool, device=device)
-        return program.mixed(inputs.lists, 1, None, finite, num_tokens=1, narrow=False, lengths=lengths)
+        return program.mixed(inputs.lists, 1, None, finite, num_tokens=1, narrow=False, lengths=lengths).last
 
     @torch.inference_mode()
     def sample(self, step):
@@ -60,13 +61,16 @@ class DecodeAlone:
         ahead = torch.zeros_like(rows, dtype=torch.int32)
         step.sampled = Sampled(Download(self.program.sample(step.shape.sampling, step.hidden, rows, ahead)))
 
+    def go_on(self, rows, hidden, kind, count):
+        return None  # steps of a drafter, which another way runs
+
     def capture_next(self):
         return False
 '''
 
 
 @pytest.fixture
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     package = tmp_path / "ways_added"
     package.mkdir()
@@ -74,9 +78,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "decode_alone.py").write_text(DECODE_ALONE)
     for name in ("ways_added", "ways_added.decode_alone"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(WAYS, "_entries", dict(WAYS._entries))
-    monkeypatch.setattr(WAYS, "_resolved", dict(WAYS._resolved))
-    WAYS.register("decode_alone", "ways_added.decode_alone:DecodeAlone")
+    contexts.enter_context(WAYS.with_entries({"decode_alone": "ways_added.decode_alone:DecodeAlone"}))
 
 
 def test_a_way_is_added_by_one_file_and_one_line(tmp_path: Path, added: None) -> None:
@@ -85,6 +87,8 @@ def test_a_way_is_added_by_one_file_and_one_line(tmp_path: Path, added: None) ->
     core = make_engine(model, **settings)
     way, eager = runner_of(core).ways
     assert type(way).__name__ == "DecodeAlone"
+    for protocol in (Way, WayKind):
+        assert {name for name in {**vars(protocol), **protocol.__annotations__} if name[0] != "_"} <= {*dir(way)}
     assert isinstance(eager, Eager)
     lines = {line.name: line.num_bytes for line in worker_of(core).plan.ledger.entries}
     assert lines["one row"] == 4 * worker_of(core).plan.sizes.hidden_size

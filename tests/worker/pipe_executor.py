@@ -89,7 +89,7 @@ def run_worker(pipe: Connection, config: bytes) -> None:
                 step.sample(masks)
                 answer(plan, step)
             case Prepare():
-                send(Prepared(executor.prepare()))
+                send(Prepared(executor.capture_next()))
     executor.shutdown()
 
 
@@ -142,7 +142,7 @@ class PipeExecutor(Executor):
         self.send(Execute(plan))
         return PipeStep(self, plan.step_id)
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         self.send(Prepare())
         while self._prepared is None:
             self._take_one()

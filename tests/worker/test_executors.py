@@ -63,7 +63,7 @@ def test_a_step_that_fails_there_is_contained_here(core: EngineCore) -> None:
     error = failing.exception()
     assert isinstance(error, Exception)
     assert not core.executor.is_sticky(error)
-    assert isinstance(core.prepare(), bool)
+    assert isinstance(core.capture_next(), bool)
     driver = Driver(core)
     driver.add("after", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3))
     answer = driver.finish()["after"]

@@ -111,7 +111,8 @@ def test_ranks_that_exchange_tokens_give_the_bits_of_one(
     common = COMMON | {"quantization": kind.pop("quantization", "auto")}
     model, jobs = make_model(tmp_path / "model", **kind), constrained(make_jobs(16, longest=100))
     expected = answers_of(model, jobs, tp_exact=True, **common)
-    found = answers_of(model, jobs, tensor_parallel_size=size, **EXACT, **common)
+    rows = {"sequence_parallel_threshold": 19}
+    found = answers_of(model, jobs, tensor_parallel_size=size, **rows, **EXACT, **common)
     assert MOVED in capfd.readouterr().err
     for name, answer in expected.items():
         assert found[name].content() == answer.content(), name
@@ -120,7 +121,7 @@ def test_ranks_that_exchange_tokens_give_the_bits_of_one(
 
 def test_loads_are_counted_in_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token comes to as many experts of each layer as it is to have."""
-    monkeypatch.setattr("quire.runner.expert_load.EVERY", 2)
+    monkeypatch.setattr("quire.runner.experts.EVERY", 2)
     core = make_engine(make_model(tmp_path / "model", **SMALL), expert_load_stats=True, **SETTINGS)
     driver = Driver(core)
     for name in ("a", "b"):

@@ -27,7 +27,7 @@ from quire.engine.core import EngineCore
 from quire.types.errors import ConfigError, EngineDeadError, EngineStartError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
-from quire.utils.version import VERSION
+from quire.utils.version import VERSION, build_version
 from quire.worker.door import Context, Door, knock
 from quire.worker.hosts import HostsExecutor
 from quire.worker.joining import CONTROL, ORDERS, REPORTS
@@ -95,7 +95,7 @@ def settings(address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="module")
 def two_hosts(model: Path, settings: dict[str, Any]) -> Iterator[EngineCore]:
-    core = make_engine(model, tensor_parallel_size=2, **settings)
+    core = make_engine(model, tensor_parallel_size=2, sequence_parallel_threshold=19, **settings)
     core.constraints.set_vocabulary(VOCABULARY)
     yield core
     pids = [member.join.pid for member in executor_of(core).members]
@@ -176,9 +176,10 @@ def test_a_worker_with_another_address_or_secret_says_so(has_engine: bool) -> No
 class FakeRank(threading.Thread):
     """Joins as a rank does, and says what it is told to."""
 
-    def __init__(self, address: str, name: str, *, version: str = VERSION, digest: str = "same") -> None:
+    def __init__(self, address: str, name: str, *, version: str | None = None, digest: str = "same") -> None:
         super().__init__(daemon=True)
-        self._address, self._token, self._version, self._digest = address, name.encode(), version, digest
+        self._address, self._token, self._digest = address, name.encode(), digest
+        self._version = version or build_version()
         self.heard: list[ToRank] = []
         self._leaves = threading.Event()
 
@@ -235,13 +236,14 @@ def test_another_version_is_refused_and_missing_workers_are_counted(
 ) -> None:
     monkeypatch.setenv("QUIRE_HOSTS_SECRET", SECRET)
     address = f"127.0.0.1:{free_port()}"
-    ranks = [FakeRank(address, "a"), FakeRank(address, "b", version="0.0.1")]
+    other = f"{VERSION}+000000000000"  # the same version of another commit
+    ranks = [FakeRank(address, "a"), FakeRank(address, "b", version=other)]
     for rank in ranks:
         rank.start()
     with pytest.raises(EngineStartError, match=f"1 of 2 workers have joined at {address} in 2 s; start the others"):
         build_engine(config_of(model, address, join_timeout=2.0))
     old = refused(ranks)[-1]
-    assert old.reason == f"the engine runs Quire {VERSION} but this worker 0.0.1; install the same version"
+    assert old.reason == f"the engine runs Quire {build_version()} but this worker {other}; install the same version"
     assert old.is_refused
 
 

@@ -98,7 +98,7 @@ def test_the_platform_knows_what_is_sticky() -> None:
 
 
 def make_preparing(prepare: Callable[[], bool]) -> InProcExecutor:
-    worker: Any = SimpleNamespace(prepare=prepare, description=None)
+    worker: Any = SimpleNamespace(capture_next=prepare, description=None)
     return InProcExecutor(worker)
 
 
@@ -106,7 +106,7 @@ def test_preparing_ends_when_all_is_prepared_and_says_so_once(caplog: pytest.Log
     left = iter([True, True, False])
     executor = make_preparing(lambda: next(left))
     with caplog.at_level("INFO", logger="quire"):
-        assert [executor.prepare() for _ in range(5)] == [True, True, False, False, False]
+        assert [executor.capture_next() for _ in range(5)] == [True, True, False, False, False]
     assert [record.message.split(",")[0] for record in caplog.records] == ["2 steps prepared while idle"]
 
 
@@ -118,6 +118,6 @@ def test_preparing_that_fails_is_given_up(caplog: pytest.LogCaptureFixture) -> N
         raise RuntimeError("no room")
 
     executor = make_preparing(prepare)
-    assert [executor.prepare() for _ in range(3)] == [False, False, False]
+    assert [executor.capture_next() for _ in range(3)] == [False, False, False]
     assert len(calls) == 1
     assert "given up" in caplog.text

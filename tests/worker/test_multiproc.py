@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from quire.config.env import child_environment
 from quire.engine.build import build_engine
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
+from quire.parallel.groups import ParallelGroup
+from quire.parallel.shared_memory import SharedMemory, SharedMemoryCollectives, collective_bytes
 from quire.planning.engine_plan import plan_memory
+from quire.runner.kernel_list import KernelList
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from quire.worker.multiproc import MultiProcExecutor
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import CAPACITY, NOTICE
+from quire.worker.worker import Worker
 from tests.corpus.requests import corpus_jobs
 from tests.e2e import draft_heads
 from tests.e2e.draft_heads import Target
@@ -36,7 +41,8 @@ from tests.e2e.drafting import draft_always
 from tests.e2e.test_lora import answers, make_adapter, mixed
 from tests.e2e.tiny import LATENT, RECURRENT, Answer, Driver, make_engine, make_model, run_all
 from tests.e2e.tiny_grammar import VOCABULARY
-from tests.gpu.helpers import make_jobs, run_jobs
+from tests.gpu.helpers import Job, make_jobs, run_jobs
+from tests.worker.rank_changes import check_changes
 
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "dtype": "float32", "kv_cache_dtype": "float32"}
@@ -106,9 +112,54 @@ def test_two_ranks_give_the_tokens_of_one(two_ranks: EngineCore, model: Path) ->
     assert [pool.page_bytes * 2 for pool in halves.pools] == [pool.page_bytes for pool in layout.pools]
 
 
+def test_two_ranks_sleep_and_change_their_weights(two_ranks: EngineCore, model: Path) -> None:
+    check_changes(two_ranks, model)
+
+
+def test_steps_by_rows_give_the_same_bits(two_ranks: EngineCore, model: Path) -> None:
+    """Of prompts alone and beside decodes, odd numbers of tokens, prefix hits, after preemptions, with adapters."""
+    adapters = [make_adapter(model, model.parent / name, seed) for seed, name in enumerate(("first", "second"))]
+    layout = two_ranks.executor.description.ledger.layout
+    small = {"max_model_len": 256, "kv_cache_memory": layout.bytes_for(256, 96) + layout.page_bytes}
+    core = make_engine(model, tensor_parallel_size=2, sequence_parallel_threshold=5, **(SETTINGS | small), **LORA)
+    core.constraints.set_vocabulary(VOCABULARY)
+    long = SamplingParams(temperature=0.8, seed=4, max_tokens=90, ignore_eos=True, logprobs=2)
+    growing = [Job(f"grows {index}", [5 + index, *range(3, 20)], long) for index in range(6)]  # beyond the cache
+    jobs = [*make_jobs(24, longest=100), *growing]
+    expected, found = run_jobs(two_ranks, jobs, 1), run_jobs(core, jobs, 2)
+    assert any(answer.num_cached_tokens for answer in found.values())
+    for name, answer in expected.items():
+        assert found[name].content() == answer.content(), name
+        assert found[name].prompt_logprobs == answer.prompt_logprobs, name
+    expected, found = run_all(two_ranks, mixed(adapters)), run_all(core, mixed(adapters))
+    assert {name: answer.content() for name, answer in found.items()} == {
+        name: answer.content() for name, answer in expected.items()
+    }
+    num_preemptions = core.scheduler.stats().num_preemptions
+    core.shutdown()
+    assert num_preemptions > 0
+
+
+def test_steps_by_rows_are_recorded(model: Path) -> None:
+    """Ranks in threads: beside the kernel list of short steps there is one of steps by rows."""
+    memory = SharedMemory(collective_bytes(4))
+    config = EngineConfig.from_flat(model=str(model), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+    def recorded(rank: int) -> list[tuple[bool, bool, bool]]:
+        links = SharedMemoryCollectives(memory, rank, 4)
+        worker = Worker(config, group=ParallelGroup(rank, 4, links, row_threshold=24))
+        assert worker._runner is not None
+        found = [list(way._forwards) for way in worker._runner.ways if isinstance(way, KernelList)]
+        return found[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(recorded, range(4))) == [[(False, False, False), (False, False, True)]] * 4
+    memory.close()
+
+
 def test_two_ranks_serve_adapters(two_ranks: EngineCore, model: Path) -> None:
     adapters = [make_adapter(model, model.parent / name, seed) for seed, name in enumerate(("first", "second"))]
-    expected = answers(model, mixed(adapters))
+    expected = answers(model, mixed(adapters), lora_dtype="auto")
     assert_alike(run_all(two_ranks, mixed(adapters)), expected)
 
 
@@ -146,7 +197,8 @@ def assert_serves(core: EngineCore) -> None:
 
 
 def run_exact(model: Path, size: int) -> dict[str, Answer]:
-    core = make_engine(model, tensor_parallel_size=size, tp_exact=True, **SETTINGS)
+    rows = {"sequence_parallel_threshold": 19} if size > 1 else {}
+    core = make_engine(model, tensor_parallel_size=size, tp_exact=True, **rows, **SETTINGS)
     core.constraints.set_vocabulary(VOCABULARY)
     try:
         return run_jobs(core, corpus_jobs(), seed=size)
@@ -158,7 +210,7 @@ def run_exact(model: Path, size: int) -> dict[str, Answer]:
     "size", [4, pytest.param(2, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.nightly)]
 )
 def test_exact_ranks_give_equal_bits(model: Path, size: int) -> None:
-    """Four ranks share two KV heads."""
+    """Four ranks share two KV heads, and hold the residual stream of longer steps by rows."""
     expected, found = run_exact(model, 1), run_exact(model, size)
     for name, answer in expected.items():
         assert found[name].content() == answer.content(), name
@@ -211,7 +263,8 @@ def test_every_kind_of_layer_is_shared(kind: str, tmp_path: Path) -> None:
     model, jobs = make_model(tmp_path / "model", **sizes), make_jobs(16, longest=100)
     found: list[dict[str, Answer]] = []
     for size in (1, 2):
-        core = make_engine(model, tensor_parallel_size=size, **settings)
+        rows = {"sequence_parallel_threshold": 19} if size > 1 else {}
+        core = make_engine(model, tensor_parallel_size=size, **rows, **settings)
         found.append(run_jobs(core, jobs, seed=3))
         core.shutdown()
     assert_alike(found[1], found[0])
@@ -253,6 +306,8 @@ def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
         ({"tp_exact": True, "enable_lora": True}, "does not take LoRA adapters"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 4}, r"must divide tensor_parallel_size \(2\)"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "tp_exact": True}, "does not fix sums"),
+        ({"sequence_parallel_threshold": 512}, "there is one tensor parallel rank"),
+        ({"tensor_parallel_size": 2, "sequence_parallel_threshold": -1}, "must be at least 0"),
         ({"tensor_parallel_size": 8, "pipeline_parallel_size": 8}, "is 64 but an engine has at most 63 ranks"),
     ],
 )
@@ -325,7 +380,14 @@ def test_two_ranks_draft(name: str, tmp_path: Path) -> None:
     config = {"method": name, "model": str(draft), "num_speculative_tokens": 3}
     cores = [make_engine(target, max_model_len=512, dtype="float32")]
     cores.append(
-        make_engine(target, max_model_len=512, dtype="float32", tensor_parallel_size=2, speculative_config=config)
+        make_engine(
+            target,
+            max_model_len=512,
+            dtype="float32",
+            tensor_parallel_size=2,
+            sequence_parallel_threshold=7,  # what the head reads is gathered
+            speculative_config=config,
+        )
     )
     draft_always(cores[1])
     found = []

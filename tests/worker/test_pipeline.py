@@ -25,6 +25,7 @@ from tests.e2e.test_lora import answers, make_adapter, mixed
 from tests.e2e.tiny import RECURRENT, Answer, Driver, make_engine, make_model, run_all
 from tests.e2e.tiny_grammar import VOCABULARY
 from tests.gpu.helpers import make_jobs, run_jobs
+from tests.worker.rank_changes import check_changes
 from tests.worker.test_multiproc import LIMIT, LORA, assert_alike, assert_serves, executor_of, is_alive
 
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
@@ -70,8 +71,12 @@ def test_two_stages_give_the_bits_of_one(two_stages: EngineCore, model: Path) ->
 
 def test_two_stages_serve_adapters(two_stages: EngineCore, model: Path) -> None:
     adapters = [make_adapter(model, model.parent / name, seed) for seed, name in enumerate(("first", "second"))]
-    expected = answers(model, mixed(adapters))
+    expected = answers(model, mixed(adapters), lora_dtype="auto")
     assert_equal(run_all(two_stages, mixed(adapters)), expected)
+
+
+def test_two_stages_sleep_and_change_their_weights(two_stages: EngineCore, model: Path) -> None:
+    check_changes(two_stages, model)
 
 
 def test_requests_that_decode_are_shared_by_the_steps_in_flight(two_stages: EngineCore) -> None:
@@ -117,7 +122,8 @@ def test_a_stage_that_is_lost_fails_the_engine(model: Path, rank: int) -> None:
 
 
 def test_two_ranks_in_each_of_two_stages_give_the_tokens_of_one(model: Path) -> None:
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    """Long steps by rows: whole ones are handed on."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel_threshold": 19}
     assert_alike(run(model, corpus_jobs(), **sizes), run(model, corpus_jobs()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class RunningMean(Mixer):
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
         return SumState(config.hidden_size).keeps
 
-    def forward(self, hidden: Any, rotation: Any, batch: Any, wanted: Any = None) -> Tensor:
+    def forward(self, hidden: Any, rotation: Any, batch: Any) -> Tensor:
         hidden, step, cache = whole(hidden), batch.attention[self.state.group].batch, self.state.cache
         out, token = torch.zeros_like(hidden), 0
         for row, queries, context in zip(step.rows.tolist(), *step.lengths, strict=True):
@@ -104,11 +105,10 @@ class Hybrid(DecoderLM):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, contexts: ExitStack) -> Path:
     registries: tuple[Registry[Any], ...] = (MIXERS, ARCHITECTURES)
     for registry in registries:
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-        monkeypatch.setattr(registry, "_resolved", dict(registry._resolved))
+        contexts.enter_context(registry.with_entries({}))
     MIXERS.register("wide", WideAttention)
     MIXERS.register("mean", RunningMean)
     ARCHITECTURES.register("UnevenForCausalLM", Uneven)

@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.runner.sampling.base import Feature, RowState, sampling_params
-from quire.runner.sampling.mask_buffer import MaskBuffer, mask_words
+from quire.runner.sampling.mask_buffer import ALLOWED, MaskBuffer, mask_words
 from quire.types.step import RowStart
-
-KIND = 1  # of the mask buffer's lines
 
 
 class AllowedTokens(Feature):
@@ -37,11 +35,11 @@ class AllowedTokens(Feature):
 
     def apply_staged_writes(self) -> None:
         if self._staged:
-            self._buffer.write(KIND, list(self._staged), np.stack(list(self._staged.values())))
+            self._buffer.write(ALLOWED, list(self._staged), np.stack(list(self._staged.values())))
             self._staged.clear()
         if self._rows != self._lined_up:
             self._lined_up = set(self._rows)
-            self._buffer.line_up(KIND, {row: row for row in self._rows})
+            self._buffer.line_up(ALLOWED, {row: row for row in self._rows})
 
     def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Nothing: the sampler applies all masks at once, before the first feature."""

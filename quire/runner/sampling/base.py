@@ -20,23 +20,12 @@ from quire.types.step import RowStart
 class RowState(Protocol):
     """What sampling reads of the permanent rows, and where it appends tokens."""
 
-    @property
-    def scratch_row(self) -> int: ...  # belongs to no request
-
-    @property
-    def token_ids(self) -> Tensor: ...  # [max_rows, max_model_len] int32
-
-    @property
-    def num_tokens(self) -> Tensor: ...  # [max_rows] int64: known tokens, the prompt and the outputs so far
-
-    @property
-    def num_prompt_tokens(self) -> Tensor: ...  # [max_rows] int64
-
-    @property
-    def num_computed(self) -> Tensor: ...  # [max_rows] int64
-
-    @property
-    def seeds(self) -> Tensor: ...  # [max_rows] int64
+    scratch_row: int  # belongs to no request
+    token_ids: Tensor  # [max_rows, max_model_len] int32
+    num_tokens: Tensor  # [max_rows] int64: known tokens, the prompt and the outputs so far
+    num_prompt_tokens: Tensor  # [max_rows] int64
+    num_computed: Tensor  # [max_rows] int64
+    seeds: Tensor  # [max_rows] int64
 
 
 class RowValues:

@@ -13,6 +13,8 @@ from quire.platform.transfer import Staging, refresh, upload, upload_array
 from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.masks import Masks
 
+GRAMMAR, ALLOWED = 0, 1  # kinds of lines: of grammars, which are staged, and of allowed_token_ids
+
 
 class MaskBuffer:
     """Two kinds of masks: those of a step's sample positions, which are staged, and one a row, which stays."""
@@ -69,3 +71,22 @@ class MaskBuffer:
 
 def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
+
+
+class GrammarMasks:
+    """Tokens that a request's grammar does not allow next become impossible: loaded for one step at a time."""
+
+    def __init__(self, buffer: MaskBuffer) -> None:
+        self._buffer = buffer
+        self._lined_up: dict[int, int] = {}  # row -> line, as the buffer was last told
+
+    def load(self, lines: dict[int, int], masks: Masks) -> None:
+        """Have masks ready for the next sampling; `lines` are those of the rows. Does not wait for the device."""
+        self._buffer.stage(masks)
+        if lines != self._lined_up:
+            self._lined_up = dict(lines)
+            self._buffer.line_up(GRAMMAR, lines)
+
+    def copy(self, count: int) -> None:
+        """Bring the first `count` staged masks to where ops read them. May be captured."""
+        self._buffer.copy_staged(count)

@@ -19,20 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Target
-from quire.ops.draw_within import DRAW_WITHIN
-from quire.ops.gather import GATHER_SAMPLING
-from quire.ops.keep_allowed import KEEP_ALLOWED
+from quire.ops.draw import DRAW_WITHIN
 from quire.ops.logprobs import LOGPROBS
-from quire.runner.sampling import allowed_tokens, grammar_masks
+from quire.ops.shaping import KEEP_ALLOWED
+from quire.ops.step import APPEND_GREEDY, APPEND_TOKENS, GATHER_SAMPLING
 from quire.runner.sampling.allowed_tokens import AllowedTokens
-from quire.runner.sampling.asked_logprobs import AskedLogprobs
 from quire.runner.sampling.base import Feature, RowState
 from quire.runner.sampling.draw import DrawTable
-from quire.runner.sampling.grammar_masks import GrammarMasks
-from quire.runner.sampling.logprobs import Logprobs, pack_logprobs
-from quire.runner.sampling.mask_buffer import MaskBuffer, mask_words
+from quire.runner.sampling.logprobs import AskedLogprobs, Logprobs, pack_logprobs
+from quire.runner.sampling.mask_buffer import ALLOWED, GRAMMAR, GrammarMasks, MaskBuffer, mask_words
 from quire.runner.sampling.registry import FEATURES, MakeFeature
 from quire.runner.sampling.sharded import ShardedVocab, VocabShard, WholeVocab
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -223,8 +219,8 @@ class Sampler:
         """Logits with every change that may move the highest, and the highest of what they were."""
         if kind.masked:
             self.masks.copy(min(len(rows), self._max_samples))
-        first = grammar_masks.KIND if kind.masked else allowed_tokens.KIND
-        last = allowed_tokens.KIND if kind.groups else grammar_masks.KIND
+        first = GRAMMAR if kind.masked else ALLOWED
+        last = ALLOWED if kind.groups else GRAMMAR
         buffer = self.mask_buffer
         lines, of_drafts = buffer.lines[first : last + 1], ahead if kind.masked else None
         shaped, raw_highest = self._keep_allowed(logits, rows, buffer.masks, lines, of_drafts)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from quire import LogitsProcessor
+from quire.engine.core import EngineCore
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
+from tests.e2e.drafting import draft_always
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.runner.engines import spy_on
 
@@ -70,6 +72,34 @@ def test_requests_that_ask_are_edited_and_others_are_not(model: Path) -> None:
     driver.add("later", [5, 6, 7], params())
     assert driver.finish()["later"].content() == expected
     assert not spy.ran[-1].sampling.eager, "rows that are free again ask for nothing"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_memory": 12 << 10, "max_model_len": 48, "block_size": 16},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["preemption", "drafts"],
+)
+def test_rows_that_move_or_have_drafts_are_edited_alike(model: Path, settings: dict[str, Any]) -> None:
+    def run(**changed: Any) -> tuple[dict[str, object], EngineCore]:
+        core = make_engine(model, logits_processors=[NAME], **changed)
+        if "speculative_config" in changed:
+            draft_always(core)
+        driver = Driver(core)
+        for row in range(4):
+            asked = SamplingParams(
+                temperature=0.0, max_tokens=20, ignore_eos=True, extra_args={"multiples_of": 3 + row}
+            )
+            driver.add(str(row), [5, 6, 7] * 4, asked if row else params())
+        return {name: answer.content() for name, answer in driver.finish().items()}, core
+
+    expected, _ = run()
+    found, core = run(**settings)
+    assert found == expected
+    stats = core.scheduler.stats()
+    assert stats.num_preemptions + stats.num_draft_tokens > 0
 
 
 def test_what_fails_to_start_fails_alone(model: Path) -> None:

@@ -1,15 +1,55 @@
-"""Which experts each token of a request went to, for requests that ask; steps with such a row run eagerly."""
+"""Expert load and recorded routing: how often each expert is chosen, and the experts of requests that ask."""
 
 from __future__ import annotations
 
+import re
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.layers.experts import NO_TAPE, Recording, Router
 from quire.models.base import Model
+from quire.models.experts import Experts
 from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RoutedExperts, RowStart, StepPlan
+
+EVERY = 32  # steps between two readings
+
+
+class ExpertLoads:
+    """Of all layers that count; of none it says nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Counts begin here: what was tried before the first step is no load."""
+        found = ((re.search(r"layers\.(\d+)\.", path), each) for path, each in model.named_modules())
+        self._layers = {
+            int(at[1]): each.load for at, each in found if at and isinstance(each, Experts) and each.counts
+        }
+        for load in self._layers.values():
+            load.zero_()
+        self._told = {layer: torch.zeros(len(load), dtype=torch.int64) for layer, load in self._layers.items()}
+        self._steps = 0
+        self._reading: Download | None = None
+
+    @torch.inference_mode()
+    def read(self) -> dict[int, list[int]]:
+        """After a step: what came to each expert of a layer since the last reading; nothing after most steps.
+
+        The counts are copied after one step and read after the next, so that nobody waits for the device.
+        """
+        if not self._layers:
+            return {}
+        reading, self._reading = self._reading, None
+        if self._steps % EVERY == 0:
+            self._reading = Download(torch.cat([*self._layers.values()]))
+        self._steps += 1
+        return {} if reading is None else self._since(reading.get())
+
+    def _since(self, counts: Tensor) -> dict[int, list[int]]:
+        now = dict(zip(self._told, counts.split([len(told) for told in self._told.values()]), strict=True))
+        before, self._told = self._told, now
+        return {layer: (now[layer] - before[layer]).tolist() for layer in now}
 
 
 class RoutedRows:
@@ -38,9 +78,9 @@ class RoutedExpertsRecorder:
         """Whether the model has experts."""
         return bool(self._routers)
 
-    def add_request(self, row: int, start: RowStart) -> None:
+    def add_request(self, start: RowStart) -> None:
         if isinstance(start.params, SamplingParams) and start.params.return_routed_experts:
-            self._wanted.add(row)
+            self._wanted.add(start.row)
 
     def remove_request(self, row: int) -> None:
         self._wanted.discard(row)
