@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ from typing import Any
 import msgspec
 
 from quire.loader.model_config import PICKLED
+from quire.loader.module_patterns import compile_pattern, is_plain
 from quire.types.errors import AdapterError
 from quire.types.request import AdapterRef
 from quire.utils.turns import no_rest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_PATTERNS, _MOST_PATTERN_TEXT, _MOST_COMPLEX_TEXT = 4096, 256 << 10, 4 << 10
 _CHUNK = 1 << 18
 _MOST_WEIGHT_BYTES = 16 << 30  # rank 512 on all layers of a model of 70 billion parameters
 
@@ -47,11 +48,24 @@ class PeftConfig(msgspec.Struct, frozen=True):
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a key of a pattern means this module, as PEFT reads it."""
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error as error:
-        raise AdapterError(f"{CONFIG_FILE}: {pattern!r} is no regular expression: {error}") from None
+    """Whether a key of a pattern means this module, as PEFT reads it: at the end of the module's path."""
+    return compile_pattern(pattern)(module)
+
+
+def _check_patterns(path: Path, config: PeftConfig) -> None:
+    keys = [*config.rank_pattern, *config.alpha_pattern]
+    length = sum(map(len, keys))
+    if len(keys) > _MOST_PATTERNS or length > _MOST_PATTERN_TEXT:
+        raise AdapterError(
+            f"{path}: rank_pattern and alpha_pattern have {len(keys)} keys of {length} characters; at most"
+            f" {_MOST_PATTERNS} keys of {_MOST_PATTERN_TEXT} characters are read"
+        )
+    if (length := sum(len(key) for key in keys if not is_plain(key))) > _MOST_COMPLEX_TEXT:
+        raise AdapterError(
+            f"{path}: patterns that are more than names have {length} characters; at most {_MOST_COMPLEX_TEXT}"
+        )
+    for key in keys:
+        compile_pattern(key)
 
 
 def adapter_ref(name: str, path: str) -> AdapterRef:
@@ -105,6 +119,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         f"bias is {config.bias!r}; only adapters that train no biases can be served": config.bias != "none",
         "fan_in_fan_out is set, which no model here has": config.fan_in_fan_out,
     }
+    _check_patterns(path, config)
     for refusal, applies in refusals.items():
         if applies:
             raise AdapterError(f"{path}: {refusal}")

@@ -34,6 +34,7 @@ class RopeSchema(msgspec.Struct):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    mixed_b: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     short_factor: list[Positive] | None = None
@@ -76,6 +77,7 @@ class ConfigSchema(msgspec.Struct):
     norm_rel_ebd: str | None = None
     rms_norm_eps: Positive | None = None
     tie_word_embeddings: bool | None = None
+    is_causal: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     rope_theta: Positive | None = None
@@ -172,6 +174,9 @@ class ConfigSchema(msgspec.Struct):
     index_topk: Count | None = None
     index_head_dim: HeadDim | None = None
     index_n_heads: Count | None = None
+    index_topk_freq: Whole | None = None
+    index_skip_topk_offset: Whole | None = None
+    index_topk_pattern: str | list[str] | None = None
     indexer_types: list[str] | None = None
     rope_interleave: bool | None = None
     scale_emb: Positive | None = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.layers.experts import GroupedLinear
 from quire.layers.fusion import settle
 from quire.layers.linear import Linear
-from quire.layers.quant.mxfp4 import MXFP4
+from quire.layers.quant.rounding import MXFP4
 from quire.layers.scheme import F32, Role, ScaleGrid, Scheme, StoredMatrix, ZeroPoints, in_words
 from quire.layers.weights import Schemes, WeightedLayer, weighted_layers
 from quire.loader.mapper import allocate

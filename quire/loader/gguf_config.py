@@ -182,6 +182,11 @@ def _gemma3(keys: GgufKeys, config: dict[str, Any]) -> None:
     config["attn_logit_softcapping"] = None
 
 
+def _gemma_embedding(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _gemma3(keys, config)
+    config["use_bidirectional_attention"] = True
+
+
 def _phi3(keys: GgufKeys, config: dict[str, Any]) -> None:
     config["sliding_window"] = keys.number("attention.sliding_window", 0) or None
     config["original_max_position_embeddings"] = keys.count(
@@ -265,9 +270,25 @@ def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
 
 
+def _llama4(keys: GgufKeys, config: dict[str, Any]) -> None:
+    """What files do not say is what ggml assumes of the published models."""
+    num_layers, width = config["num_hidden_layers"], config["intermediate_size"]
+    experts_alone(keys, config)
+    config |= {
+        "intermediate_size": keys.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": width,
+        "interleave_moe_layer_step": keys.count("interleave_moe_layer_step", 1),
+        "attention_chunk_size": 8192,
+        "use_qk_norm": config["num_local_experts"] != 128,
+    }
+    if keys.get("attention.sliding_window") == 0:  # every layer sees everything and rotates
+        config |= {"layer_types": ["full_attention"] * num_layers, "no_rope_layers": [1] * num_layers}
+
+
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma-embedding": _gemma_embedding,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "smollm3": _smollm3,
@@ -277,6 +298,7 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
     "olmoe": experts_alone,
+    "llama4": _llama4,
     "gpt-oss": _gpt_oss,
     "minimax-m2": experts_alone,
     "phimoe": _phi_moe,

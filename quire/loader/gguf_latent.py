@@ -56,16 +56,23 @@ def _deepseek(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {
         "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
+        "topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy",  # that V2 reads
     }
+    _scaling(keys, config)
+
+
+def _scaling(keys: GgufKeys, config: dict[str, Any]) -> None:
     weight = keys.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
     if config["rope_scaling"] is not None and weight:
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight}
 
 
-def _glm_dsa(keys: GgufKeys, config: dict[str, Any]) -> None:
+def _sparse(keys: GgufKeys, config: dict[str, Any]) -> None:
+    """DeepSeek-V3.2 and GLM-5."""
     deepseek_experts(keys, config)
     latent_sizes(keys, config)
     needs_sigmoid(keys)
+    _scaling(keys, config)
     layers = range(config["num_hidden_layers"])
     listed = keys.get("attention.indexer.types")
     own = (
@@ -95,6 +102,7 @@ def _minicpm3(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 LATENT_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "deepseek2": _deepseek,
-    "glm-dsa": _glm_dsa,
+    "deepseek32": _sparse,
+    "glm-dsa": _sparse,
     "minicpm3": _minicpm3,
 }

@@ -25,6 +25,7 @@ class GgufArchitecture:
     # Heads of values that share a head of keys lie apart: first one of each head of keys, then the next of each.
     tiled_values: bool = False
     is_encoder: bool = False
+    others: tuple[str, ...] = ()  # for config["architectures"] too, as a file's keys say
 
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -146,6 +147,11 @@ _FORWARD = {
 _BARE_NORM = {"ffn_norm": "pre_ff_layernorm.weight$"}  # which files name without its kind
 _FINAL = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
 _FORWARD_EXPERTS = {f"ffn_{kind}_exps": f"feed_forward.experts.all.{kind}_proj" for kind in ("gate", "up", "down")}
+_LLAMA4 = {
+    **{**_ATTENTION, **_PRE_NORMS, **_FORWARD_EXPERTS, "ffn_gate_inp": "feed_forward.router"},
+    **{f"ffn_{kind}": f"feed_forward.{kind}_proj" for kind in ("gate", "up", "down")},
+    **{f"ffn_{kind}_shexp": f"feed_forward.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")},
+}
 _NEMOTRON = {
     **_MIXED,
     **{name: stem.replace("self_attn.", "mixer.") for name, stem in _ATTENTION.items()},
@@ -203,7 +209,9 @@ _GATED_SHARED = _EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "ml
 
 # Mistral, Mixtral and SmolLM2 models are written as "llama".
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", "llama", _LLAMA | _EXPERTS, interleaved_qk=True),
+    "llama": GgufArchitecture(
+        *("LlamaForCausalLM", "llama", _LLAMA | _EXPERTS), interleaved_qk=True, others=("MixtralForCausalLM",)
+    ),
     "bert": GgufArchitecture(
         *("BertModel", "bert", _BERT), layers="encoder.layer", model_names=_ENCODER_NAMES, is_encoder=True
     ),
@@ -217,14 +225,19 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", _GEMMA, norms_plus_one=True),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA | _QK_NORMS, norms_plus_one=True),
+    "gemma-embedding": GgufArchitecture("Gemma3TextModel", "gemma3_text", _GEMMA | _QK_NORMS, norms_plus_one=True),
     "phi3": GgufArchitecture("Phi3ForCausalLM", "phi3", _PHI3),
-    "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", _ATTENTION | _GATED_MLP | _POST_NORMS | _QK_NORMS),
+    "olmo2": GgufArchitecture(
+        *("Olmo2ForCausalLM", "olmo2", _ATTENTION | _GATED_MLP | _POST_NORMS | _QK_NORMS),
+        others=("Olmo3ForCausalLM",),
+    ),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, interleaved_qk=True),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", _LLAMA, interleaved_qk=True),
     "granitemoe": GgufArchitecture("GraniteMoeForCausalLM", "granitemoe", _LLAMA | _EXPERTS, interleaved_qk=True),
     "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", _LLAMA | _GATED_SHARED),
     "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", _LLAMA | _QK_NORMS | _EXPERTS),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", _LLAMA | _QK_NORMS | _EXPERTS),
+    "llama4": GgufArchitecture("Llama4ForCausalLM", "llama4_text", _LLAMA4),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", _GPT_OSS),
     "minimax-m2": GgufArchitecture(
         "MiniMaxM2ForCausalLM",
@@ -239,7 +252,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM", "dots1", _LLAMA | _QK_NORMS | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
     ),
-    "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK),  # or V2, by its keys
+    "deepseek2": GgufArchitecture(
+        "DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK, others=("DeepseekV2ForCausalLM",)
+    ),
+    "deepseek32": GgufArchitecture("DeepseekV32ForCausalLM", "deepseek_v32", _DEEPSEEK | _INDEXER),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
     "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", _DEEPSEEK | _INDEXER),
     "minicpm3": GgufArchitecture("MiniCPM3ForCausalLM", "minicpm3", _DEEPSEEK),
@@ -260,6 +276,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         {name: f"mixer.{stem}" for name, stem in _SCAN.items()} | {"attn_norm": "norm"},
         layers="backbone.layers",
         model_names=_BACKBONE,
+        others=("FalconMambaForCausalLM",),
     ),
     "mamba2": GgufArchitecture(
         "Mamba2ForCausalLM", "mamba2", _MIXED, layers="backbone.layers", model_names=_BACKBONE

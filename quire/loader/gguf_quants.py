@@ -176,8 +176,11 @@ def decoded_dtype(type_name: str) -> torch.dtype:
     return FLOAT_TYPES.get(type_name, torch.float32)
 
 
-def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) -> Tensor:
-    """Decode stored bytes into a new tensor; float types keep their dtype, block types become float32."""
+def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...], chunk: int = _CHUNK_VALUES) -> Tensor:
+    """Decode stored bytes into a new tensor; float types keep their dtype, block types become float32.
+
+    `chunk`: values that are decoded together.
+    """
     stored = torch.empty(data.shape, dtype=torch.uint8)
     stored.numpy()[...] = data  # one copy: the mapping is read-only, which torch cannot express
     if type_name in FLOAT_TYPES:
@@ -185,7 +188,7 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
     values_per_block, bytes_per_block = BLOCK_SIZES[type_name]
     blocks = stored.view(-1, bytes_per_block)
     result = torch.empty(math.prod(shape) // values_per_block, values_per_block)
-    step = _CHUNK_VALUES // values_per_block
+    step = chunk // values_per_block
     for start in range(0, len(blocks), step):
         result[start : start + step] = _decode(type_name, blocks[start : start + step])
     return result.view(shape)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quire.layers.fusion import settle
-from quire.layers.quant.base import LinearMethod
+from quire.layers.quant.base import LinearMethod, MatrixMethod
 from quire.layers.scheme import F32, Scheme
 from quire.layers.weights import (
     NO_SCHEMES,
@@ -35,6 +35,8 @@ class LoadReport:
     num_tensors: int
     num_bytes: int  # as stored in the checkpoint
     ignored: list[str]
+    weight_only: list[str]
+    """What weights are stored as that ask for quantized activations and are multiplied by others."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     tensors = checkpoint.tensors()
     plan = _make_plan(model, tensors)
     plan.check()
-    allocate(model, plan.schemes(tensors))
+    schemes = plan.schemes(tensors)
+    allocate(model, schemes)
     total = sum(tensors[name].num_bytes for name in plan.writes)
     done, still_open = 0, Counter(target.layer for target, _ in plan.writes.values())
     for name, (target, destination) in plan.writes.items():
@@ -107,7 +110,14 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
             progress(done, total)
     checkpoint.release_all()
     settle(model)
-    return LoadReport(len(plan.writes), total, plan.ignored)
+    weight_only = {
+        scheme.element
+        for layer, stored in schemes.items()
+        for method in layer.children()
+        for scheme in stored.values()
+        if isinstance(method, MatrixMethod) and scheme.activations != "none" and not method.quantizes(scheme)
+    }
+    return LoadReport(len(plan.writes), total, plan.ignored, sorted(weight_only))
 
 
 def allocate(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes] | None = None) -> None:
@@ -161,11 +171,13 @@ def decoded_elements(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> 
     )
 
 
-def layers_of(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> dict[str, WeightedLayer]:
-    """The layer that each tensor of a checkpoint goes to, once what `load_weights` checks was checked."""
+def destinations_of(
+    model: MappedModule, tensors: Mapping[str, TensorInfo]
+) -> dict[str, tuple[WeightedLayer, Destination]]:
+    """Where each tensor of a checkpoint goes, once what `load_weights` checks was checked."""
     plan = _make_plan(model, tensors)
     plan.check()
-    return {name: target.layer for name, (target, _) in plan.writes.items()}
+    return {name: (target.layer, destination) for name, (target, destination) in plan.writes.items()}
 
 
 def count_parameters(model: MappedModule) -> int:

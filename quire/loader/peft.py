@@ -90,6 +90,11 @@ def read_adapter(
         rest()
         if (adapters := layers[name].adapters) is not None:
             packed[name] = adapters.pack(parts)
+            if not (packed[name].down.isfinite().all() and packed[name].up.isfinite().all()):
+                raise AdapterError(
+                    f"{path}: {name} has values too large for {adapters.dtype}; set --lora-dtype float32 on a CPU,"
+                    " --dtype bfloat16 elsewhere"
+                )
     return AdapterLayers(digest_of(folder, rest), highest, packed)
 
 

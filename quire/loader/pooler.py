@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from quire.config.groups import ModelConfig
+from quire.loader.colbert import expanded, read_colbert
 from quire.loader.hub import ModelSource
 from quire.loader.model_config import read_optional_json
 from quire.types.errors import CheckpointError, ConfigError
@@ -16,7 +18,10 @@ from quire.types.pooling import Classifier, HeadActivation, HeadLayer, Heads, Po
 from quire.types.sampling import Activation, PoolingKind
 from quire.utils.schema import decode_json
 
+logger = logging.getLogger(__name__)
+
 _MODULES = "modules.json"
+_SPARSE, _COLBERT = "sparse_linear", "colbert_linear"  # of BGE-M3: a file of its own each
 _KNOWN_MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
 QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
@@ -52,6 +57,9 @@ class _Settings(msgspec.Struct):
     max_seq_length: int | None = None
     query_prefix: str = ""
     document_prefix: str = ""
+    query_length: int | None = None
+    attend_to_expansion_tokens: bool = False
+    skiplist_words: list[str] = []
 
 
 def read_pooler(
@@ -97,9 +105,23 @@ def read_pooler(
             )
         return _as_reranker(size, model_config)
     kind: PoolingKind = of_file or ("cls" if is_encoder else "last")
+    dimensions = _dimensions(model_config)
+    if not has_modules and "HF_ColBERT" in (model_config.get("architectures") or ()) and convert != "embed":
+        return read_colbert(source.path, size)
     if not has_modules:
-        return PoolerConfig(kind, size)
-    return _read_sentence_transformer(source.path, kind, size, token_head)
+        return PoolerConfig(kind, size, dimensions=dimensions)
+    found = _read_sentence_transformer(source.path, kind, size, token_head)
+    return msgspec.structs.replace(found, dimensions=dimensions)
+
+
+def _dimensions(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Sizes that vectors may be cut to by the config's keys of Matryoshka models; None: it does not say."""
+    sizes = model_config.get("matryoshka_dimensions")
+    if sizes is None:
+        return () if model_config.get("is_matryoshka") is False else None
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(f"matryoshka_dimensions is {sizes!r} but must be a list of positive integers")
+    return tuple(sizes)
 
 
 def _as_classifier(classifier: Classifier, size: int, model_config: Mapping[str, Any]) -> PoolerConfig:
@@ -172,8 +194,30 @@ def _read_sentence_transformer(
     if pooling is None and dense:  # a vector of each token, projected: multi-vector retrieval
         heads = {"token_embed": dense}
         common |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
+        common["skiplist"] = tuple(settings.skiplist_words)
+        attends = settings.attend_to_expansion_tokens
+        common["query_length"] = expanded(settings.query_length, attends, "attend_to_expansion_tokens", folder)
         return PoolerConfig("all", size, tasks=("token_embed",), heads=heads, score="late", **common)
-    return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads={"embed": dense} if dense else {}, **common)
+    heads = {"embed": dense} if dense else {}
+    if _stored(folder, _SPARSE):
+        heads["sparse"], common["tasks"] = (HeadLayer(_SPARSE, size, 1),), ("embed", "token_embed", "sparse")
+    if _stored(folder, _COLBERT):
+        heads["token_embed"], common["skips_first"] = (HeadLayer(_COLBERT, size, size),), True
+    return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads=heads, **common)
+
+
+def _stored(folder: Path, name: str) -> bool:
+    """Whether the folder has this head of BGE-M3, which is published as a pickle."""
+    if (folder / f"{name}.safetensors").is_file():
+        return True
+    if (folder / f"{name}.pt").is_file():
+        logger.warning(
+            "%s is a pickle, which could run code: it is not read. With %s.safetensors beside it, the model has this"
+            " head too; docs/guides/embeddings.md says how to convert it",
+            folder / f"{name}.pt",
+            name,
+        )
+    return False
 
 
 def _read_dense(folder: Path, module: _Module) -> HeadLayer:
@@ -200,10 +244,13 @@ def _read_dense(folder: Path, module: _Module) -> HeadLayer:
 
 
 def module_files(source: ModelSource, pooler: PoolerConfig | None) -> dict[str, Path]:
-    """Folders with tensors of their own, by what their tensors' names begin with."""
-    layers = (layer for layers in (pooler.heads if pooler else {}).values() for layer in layers)
+    """Folders and files with tensors of their own, by what their tensors' names begin with."""
+    heads = pooler.heads if pooler else {}
+    layers = (layer for layers in heads.values() for layer in layers)
     names = (layer.source.removesuffix(".linear") for layer in layers if layer.source.endswith(".linear"))
-    return {name: _inside(source.path, name) for name in names}
+    files = {name: _inside(source.path, name) for name in names}
+    alone = (layer.source for layers in heads.values() for layer in layers if layer.source in (_SPARSE, _COLBERT))
+    return {**files, **{name: source.path / f"{name}.safetensors" for name in alone}}
 
 
 def _read_modules(folder: Path) -> list[_Module]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.quant.mxfp4 import e2m1_bytes, round_to_mxfp4
-from quire.loader.checkpoint import Checkpoint
+from quire.layers.embedding import VocabParallelEmbedding
+from quire.layers.experts import GroupedLinear, TokenGate
+from quire.layers.linear import Linear
+from quire.layers.quant.rounding import e2m1_bytes, round_to_mxfp4
+from quire.layers.scheme import Weight, as_tensor
+from quire.layers.weights import Destination, MappedModule, WeightMap
+from quire.loader.checkpoint import Checkpoint, TensorInfo
+from quire.loader.mapper import destinations_of
 from quire.loader.safetensors import SINGLE_FILE, write_safetensors
 from quire.types.errors import ConfigError
 
@@ -176,7 +182,7 @@ WRITTEN: dict[str, Written] = {
 }
 
 
-def choose_group_size(name: str, asked: int | None, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+def choose_group_size(name: str, asked: int | None, inputs: Mapping[str, int]) -> int | None:
     """How many inputs share a scale: what is asked for, else the most that divides all of them, else ConfigError."""
     written = WRITTEN[name]
     if written.group_size is None:
@@ -187,19 +193,57 @@ def choose_group_size(name: str, asked: int | None, shapes: Mapping[str, tuple[i
         raise ConfigError(f"group_size is {asked} but {name} always has {written.group_size}; leave --group-size out")
     smaller = [size for size in (64, 32) if written.takes_group_size and size < written.group_size]
     sizes = [asked] if asked is not None else [written.group_size, *smaller]
-    fitting = [size for size in sizes if not any(shape[1] % size for shape in shapes.values())]
+    fitting = [size for size in sizes if not any(count % size for count in inputs.values())]
     if fitting:
         return fitting[0]
-    layer, shape = next((layer, shape) for layer, shape in shapes.items() if shape[1] % sizes[-1])
+    layer, count = next((layer, count) for layer, count in inputs.items() if count % sizes[-1])
     raise ConfigError(
-        f"{layer} has {shape[1]} inputs, which groups of {sizes[-1]} do not divide; use --scheme w8a16, or another"
+        f"{layer} has {count} inputs, which groups of {sizes[-1]} do not divide; use --scheme w8a16, or another"
         " --group-size"
     )
 
 
+@dataclass(frozen=True)
+class Handled:
+    """How a tensor of a checkpoint is written: its parts by their names, quantized or not."""
+
+    inputs: int | None  # of the matrices, which are quantized; None: it is a bias
+    split: Callable[[Tensor], Iterable[tuple[str, Weight]]]
+
+
+def handled_tensors(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Handled], set[str]]:
+    """Those that are not just copied, and the paths of linear layers that are.
+
+    Experts are written one by one, as all loaders of the format read them, however the checkpoint has them.
+    """
+    found: dict[str, Handled] = {}
+    plain = {"lm_head"}
+    for name, (layer, destination) in destinations_of(model, tensors).items():
+        is_weight = destination.parameter == "weight"
+        if isinstance(layer, GroupedLinear):
+            inputs = layer.full_in_features if is_weight else None
+            found[name] = Handled(inputs, partial(_experts, model.weight_map, layer, destination))
+        elif is_weight and isinstance(layer, Linear) and layer.role == "linear" and not isinstance(layer, TokenGate):
+            found[name] = Handled(layer.full_in_features, partial(_itself, name))
+        elif is_weight and len(tensors[name].shape) == 2 and not isinstance(layer, VocabParallelEmbedding):
+            plain.add(name.removesuffix(".weight"))
+    return found, plain
+
+
+def _itself(name: str, tensor: Tensor) -> Iterator[tuple[str, Weight]]:
+    yield name, tensor
+
+
+def _experts(
+    names: WeightMap, layer: GroupedLinear, whole: Destination, tensor: Tensor
+) -> Iterator[tuple[str, Weight]]:
+    for piece, rows in layer.split(whole.piece, tensor):
+        yield names.checkpoint_name(replace(whole, piece=piece)), rows
+
+
 def quantize_checkpoint(
     checkpoint: Checkpoint,
-    matrices: Collection[str],
+    handled: Mapping[str, Handled],
     plain: Collection[str],
     name: str,
     group_size: int | None,
@@ -209,7 +253,7 @@ def quantize_checkpoint(
 ) -> int:
     """Write config.json and model.safetensors to a folder; return the bytes of the weights.
 
-    `matrices` are the tensors to quantize, `plain` the layers that stay as they are though they are linear.
+    `handled` and `plain` are what `handled_tensors` gives.
     """
     written = WRITTEN[name]
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
@@ -218,14 +262,15 @@ def quantize_checkpoint(
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for count, tensor_name in enumerate(checkpoint.tensors(), 1):
-            if tensor_name in matrices:
-                weight = checkpoint.get(tensor_name).float()
-                path = tensor_name.removesuffix("weight")
-                for leaf, tensor in written.quantize(weight, dtype, group_size).items():
-                    yield path + leaf, tensor
-            else:
-                tensor = checkpoint.get(tensor_name)
-                yield tensor_name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensor, how = checkpoint.get(tensor_name), handled.get(tensor_name)
+            for part_name, part in ((tensor_name, tensor),) if how is None else how.split(tensor):
+                values = as_tensor(part)
+                if how is None or how.inputs is None:
+                    yield part_name, values.to(dtype) if values.is_floating_point() else values
+                    continue
+                for leaf, stored in written.quantize(values.float(), dtype, group_size).items():
+                    yield part_name.removesuffix("weight") + leaf, stored
+            del tensor
             checkpoint.release(tensor_name)
             if progress is not None:
                 progress(count, len(checkpoint.tensors()))

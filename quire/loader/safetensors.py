@@ -1,4 +1,4 @@
-"""SafetensorsCheckpoint: a Hugging Face folder with one safetensors file, or several and their index."""
+"""SafetensorsCheckpoint: a Hugging Face folder with one safetensors file, or several and their index; or one file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class SafetensorsCheckpoint(Checkpoint):
     """Headers are read at once; a file's data is mapped when its first tensor is asked for."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        path = Path(folder)
+        self._only = path if path.is_file() else None
+        self.folder = path.parent if self._only else path
         self.config = read_config_file(self.folder)
         infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
@@ -96,6 +98,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def _shards(self) -> dict[Path, set[str] | None]:
         """Each file and the tensors that the index expects in it (None: there is no index)."""
         index_path = self.folder / INDEX_FILE
+        if self._only is not None:
+            return {self._only: None}
         if (self.folder / SINGLE_FILE).is_file():
             return {self.folder / SINGLE_FILE: None}
         if index_path.is_file():

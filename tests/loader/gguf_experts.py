@@ -25,7 +25,9 @@ _LATENT = {
     **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     **{"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
-_LATENTS = ("deepseek2", "glm-dsa")
+_SPARSE = ("deepseek32", "glm-dsa")
+_LATENTS = ("deepseek2", *_SPARSE)
+_INDEX = {"index_n_heads": 16, "index_head_dim": 64, "index_topk": 12}
 _EQUAL_HEADS = {"num_key_value_heads": 4}  # all that llama.cpp takes
 EXPERT_MODELS: dict[str, TinyModel] = {
     "mixtral": TinyModel("llama", "mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}),
@@ -49,15 +51,24 @@ EXPERT_MODELS: dict[str, TinyModel] = {
     "glm4moe": TinyModel("glm4moe", "glm4_moe", {**_ROUTED, "use_qk_norm": True}),
     "deepseek-v3": TinyModel("deepseek2", "deepseek_v3", {**_ROUTED, **_LATENT}),
     "deepseek-v2": TinyModel("deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "norm_topk_prob": False}),
+    "deepseek-v2-groups": TinyModel(
+        "deepseek2",
+        "deepseek_v2",
+        {
+            **{**_ROUTED, **_LATENT, "norm_topk_prob": False},
+            **{"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+        },
+    ),
     "deepseek-v2-lite": TinyModel(
         "deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False}
     ),
     # Fewer keys are chosen than the longest prompt has, by so many heads that hardly any scores are equal.
+    "deepseek32": TinyModel("deepseek32", "deepseek_v32", {**_ROUTED, **_LATENT, **_INDEX}),
     "glm-dsa": TinyModel(
         "glm-dsa",
         "glm_moe_dsa",
         {
-            **{**_ROUTED, **_LATENT, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 12},
+            **{**_ROUTED, **_LATENT, **_INDEX},
             **{"indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         },
     ),
@@ -68,6 +79,19 @@ EXPERT_MODELS: dict[str, TinyModel] = {
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "tie_word_embeddings": False},
     ),
     "hunyuan-moe": TinyModel("hunyuan-moe", "hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
+    "llama4": TinyModel(
+        "llama4",
+        "llama4_text",
+        {
+            **{
+                "num_local_experts": 8,
+                "num_experts_per_tok": 1,
+                "intermediate_size": 32,
+                "intermediate_size_mlp": 96,
+            },
+            **{"num_hidden_layers": 4, "head_dim": 16, "interleave_moe_layer_step": 2, "moe_layers": [1, 3]},
+        },
+    ),
     # Wide enough for blocks of 256 values.
     "qwen3moe-wide": TinyModel(
         "qwen3moe",
@@ -75,6 +99,7 @@ EXPERT_MODELS: dict[str, TinyModel] = {
         {**_MIXTURE, "num_experts": 8, "norm_topk_prob": True, "hidden_size": 256, "moe_intermediate_size": 256},
     ),
 }
+_COLUMNS = ("gpt-oss", "llama4")  # [experts, in, out] in transformers
 _NAMES = {  # of what is not a tensor that gguf-py knows by transformers' name of today
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.gate.wg.weight": "ffn_gate_inp.weight",
@@ -108,7 +133,7 @@ def make_model(name: str) -> PreTrainedModel:
             elif value.dim() == 1 or key.endswith(("proj_bias", "correction_bias")):
                 value.normal_(0, 0.3, generator=generator)
             else:
-                width = value.shape[-2] if name == "gpt-oss" and value.dim() == 3 else value.shape[-1]
+                width = value.shape[-2] if name in _COLUMNS and value.dim() == 3 else value.shape[-1]
                 value.normal_(0, 0.3 if "embed" in key else 1.5 / math.sqrt(width), generator=generator)
     return model
 
@@ -126,6 +151,9 @@ def write_expert_gguf(
     common = copy.copy(config)
     if spec.arch in _LATENTS:
         common.num_key_value_heads = 1  # the absorbed form
+    if spec.arch == "llama4":
+        common.intermediate_size = config.intermediate_size_mlp
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     gguf_tiny._write_common(writer, common)
     gguf_tiny._write_rope(writer, config, spec)
     _write_experts(writer, config, spec)
@@ -153,7 +181,8 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: str | None) 
 
 def _tensors(spec: TinyModel, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     config = model.config
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == spec.arch)
+    named = "glm-dsa" if spec.arch in _SPARSE else spec.arch  # gguf-py does not know all that llama.cpp reads
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == named)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     like_llama = TinyModel("llama" if spec.arch in ("llama", "granitemoe") else spec.arch, spec.model_type)
     for key, tensor in model.state_dict().items():
@@ -178,7 +207,7 @@ def _tensors(spec: TinyModel, model: PreTrainedModel) -> Iterator[tuple[str, Ten
 
 def _expert_tensors(spec: TinyModel, inner: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     kind = "bias" if inner.endswith("_bias") else "weight"
-    if spec.arch == "gpt-oss" and kind == "weight":
+    if spec.arch in _COLUMNS and kind == "weight":
         tensor = tensor.transpose(1, 2)
     if "down_proj" in inner:
         yield f"ffn_down_exps.{kind}", tensor.contiguous()
@@ -211,6 +240,9 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
+        if config.n_group > 1:
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
     if spec.arch == "hunyuan-moe":
         writer.add_expert_shared_feed_forward_length(width)
         writer.add_expert_shared_count(1)
@@ -222,11 +254,11 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_feed_forward_length(width * config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if spec.arch in ("dots1", "glm4moe", "minimax-m2", "glm-dsa") or spec.model_type == "deepseek_v3":
+    if spec.arch in ("dots1", "glm4moe", "minimax-m2", *_SPARSE) or spec.model_type == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if spec.arch in _LATENTS:
         _write_latent(writer, config, spec)
-    if spec.arch == "glm-dsa":
+    if spec.arch in _SPARSE:
         writer.add_indexer_head_count(config.index_n_heads)
         writer.add_indexer_key_length(config.index_head_dim)
         writer.add_indexer_top_k(config.index_topk)

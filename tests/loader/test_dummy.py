@@ -68,7 +68,7 @@ def test_ranks_hold_parts_of_the_same_model(size: int) -> None:
 @pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "fp8", None])
 def test_quantized_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MXFP4 is that of gpt-oss: experts alone, gates and what they gate taking turns."""
-    monkeypatch.setattr(PackedWeights, "refuses", lambda self, target: None)
+    monkeypatch.setattr(PackedWeights, "serves", lambda self, target: True)
     target, group = Target("elsewhere", quantization="stored"), ParallelGroup()
     experts = {"bias": True, "layout": "interleaved_columns", "target": target, "group": group}
     model = nn.ModuleDict(

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.config.engine import EngineConfig
+from quire.layers.adapters import AdapterSizes
 from quire.layers.linear import Linear
 from quire.loader.peft import read_adapter
 from quire.models.base import Model
+from quire.ops.base import Target
 from quire.planning.engine_plan import plan_engine
-from quire.types.errors import AdapterError, CheckpointError
+from quire.types.errors import AdapterError, CheckpointError, ConfigError
 from quire.worker.worker import load_model
 from tests.e2e.test_lora import make_adapter
 from tests.e2e.tiny import make_model
@@ -92,6 +94,10 @@ def test_every_matrix_has_its_place(adapter: Path, model: Model) -> None:
         (lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_B.weight": torch.ones(96, 5)}), r"\[96, 5\]"),
         (lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_A.weight": torch.full((4, 64), torch.nan)}), "not finite"),
         (
+            lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_B.weight": torch.full((96, 4), 1e5)}),
+            "too large for torch.float16; set --lora-dtype float32",
+        ),
+        (
             lambda t: t.update(
                 {
                     f"{PREFIX}.mlp.other.lora_A.weight": torch.ones(4, 64),
@@ -125,3 +131,14 @@ def test_damaged_files(adapter: Path, model: Model, tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(": 2}}))
     with pytest.raises((AdapterError, CheckpointError)):
         read(folder, model)
+
+
+def test_slots_have_a_type_that_their_kernels_take() -> None:
+    buckets, gpu = ((16, 2),), Target("cuda", torch.bfloat16)
+    found = {
+        kept: AdapterSizes(buckets, dtype=kept).dtype_on(Target("cpu")) for kept in ("auto", "float32", "float16")
+    }
+    assert found == {"auto": torch.float16, "float32": torch.float32, "float16": torch.float16}
+    assert AdapterSizes(buckets).times(3).dtype_on(gpu) == torch.bfloat16
+    with pytest.raises(ConfigError, match="lora_dtype is float32 but adapters on cuda have --dtype"):
+        AdapterSizes(buckets, dtype="float32").times(2).dtype_on(gpu)

@@ -26,9 +26,33 @@ def write(folder: Path, name: str, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-def read(folder: Path, *, is_encoder: bool = False, generates: bool = True, **settings: Any) -> PoolerConfig | None:
+def read(
+    folder: Path, *, is_encoder: bool = False, generates: bool = True, config: Any = None, **settings: Any
+) -> PoolerConfig | None:
     source = ModelSource(folder, "folder", "m")
-    return read_pooler(ModelConfig(**settings), source, {}, size=8, generates=generates, is_encoder=is_encoder)
+    return read_pooler(
+        ModelConfig(**settings), source, config or {}, size=8, generates=generates, is_encoder=is_encoder
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "dimensions"),
+    [
+        ({}, None),
+        ({"is_matryoshka": True}, None),
+        ({"is_matryoshka": False}, ()),
+        ({"matryoshka_dimensions": [2, 4], "is_matryoshka": True}, (2, 4)),
+    ],
+)
+def test_sizes_of_matryoshka_vectors(config: Any, dimensions: Any, tmp_path: Path) -> None:
+    for files in ([], [TRANSFORMER, POOLING]):
+        if files:
+            write(tmp_path, "modules.json", files)
+        found = read(tmp_path, runner="pooling", config=config)
+        assert found is not None
+        assert found.dimensions == dimensions
+    with pytest.raises(ConfigError, match="matryoshka_dimensions is 7 but must be a list"):
+        read(tmp_path, runner="pooling", config={"matryoshka_dimensions": 7})
 
 
 def test_without_the_files_the_architecture_and_the_settings_decide(tmp_path: Path) -> None:

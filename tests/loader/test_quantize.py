@@ -13,12 +13,18 @@ from safetensors.torch import load_file
 from quire.cli.main import main
 from quire.cli.quantize import SCHEMES
 from quire.config.engine import EngineConfig
+from quire.kernels.cpu.library import unavailable
+from quire.layers.quant.base import GroupedMethod, MatrixSpec
+from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import StoredMatrix
 from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
 from quire.loader.quantize import WRITTEN
+from quire.loader.quantized.registry import logical
+from quire.ops.base import Target
 from quire.worker.direct import DirectModel
-from tests.e2e.tiny import make_model
+from tests.e2e.tiny import EXPERTS, LATENT, make_model
+from tests.loader.quantized.test_layouts import Stored
 
 # How far a matrix of normal numbers may be off, as a part of its norm.
 BOUNDS = {
@@ -72,6 +78,86 @@ def test_a_written_checkpoint_is_close_to_the_model(model: Path, tmp_path: Path,
     assert config["format"] == config["config_groups"]["group_0"]["format"] == FORMATS[scheme]
     assert config["ignore"] == ["lm_head"]
     assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+# How each checkpoint names a matrix of an expert when it is quantized, and the linear layers that are not.
+MIXTURES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "qwen3_moe": (
+        {**EXPERTS, "num_hidden_layers": 2},
+        "model.layers.1.mlp.experts.7.gate_proj",
+        ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    ),
+    "qwen2_moe": (
+        {**EXPERTS, "num_hidden_layers": 1, "shared_expert_intermediate_size": 32},
+        "model.layers.0.mlp.experts.7.down_proj",
+        ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"],
+    ),
+    "mixtral": (
+        ROUTED,
+        "model.layers.1.block_sparse_moe.experts.3.w1",
+        ["lm_head", "model.layers.0.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.gate"],
+    ),
+    "granitemoe": (
+        ROUTED,
+        "model.layers.1.block_sparse_moe.experts.3.w2",
+        ["lm_head", *(f"model.layers.{layer}.block_sparse_moe.router.layer" for layer in range(2))],
+    ),
+    "gpt_oss": (
+        {**ROUTED, "hidden_size": 64},
+        "model.layers.1.mlp.experts.3.up_proj",
+        ["lm_head", "model.layers.0.mlp.router", "model.layers.1.mlp.router"],
+    ),
+    "deepseek_v3": (
+        {**LATENT, "q_lora_rank": 32, "num_hidden_layers": 2},
+        "model.layers.1.mlp.experts.7.up_proj",
+        [
+            *("lm_head", "model.layers.0.self_attn.kv_b_proj", "model.layers.1.mlp.gate"),
+            "model.layers.1.self_attn.kv_b_proj",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_quantized_one_by_one(kind: str, tmp_path: Path) -> None:
+    """As vLLM and transformers read them; what is linear and not quantized is named in "ignore"."""
+    settings, name, ignored = MIXTURES[kind]
+    model = make_model(tmp_path / "model", kind, dtype="bfloat16", **{"initializer_range": 0.05, **settings})
+    folder = tmp_path / "out"
+    assert main(["quantize", str(model), "--scheme", "w4a16", "--out", str(folder)]) == 0
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors[f"{name}.weight_packed"].dtype == torch.int32
+    assert not [key for key, tensor in tensors.items() if tensor.ndim == 3], "all experts in one"
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"] == ignored
+    expected = logits(model)
+    assert (logits(folder) - expected).norm() < 4 * BOUNDS["w4a16"] * expected.norm()
+    direct = DirectModel(EngineConfig.from_flat(model=str(folder), max_model_len=64, skip_tokenizer_init=True))
+    kept = {method.kept for method in direct.model.modules() if isinstance(method, GroupedMethod)}
+    assert kept == {"code4_min_f32"}
+
+
+# Inputs that fill no word and no panel where a scheme has no groups, else an odd number of groups.
+ACTIVATIONS = "float32" if unavailable() is None else "auto"
+ODD = {"w8a8-int8": 33, "w8a8-fp8": 33, "w8a16": 42, "nvfp4": 48}
+
+
+@pytest.mark.parametrize("rows", [1, 17, 33])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_odd_shapes_are_written_read_and_multiplied(scheme: str, rows: int) -> None:
+    columns, written = ODD.get(scheme, 96), WRITTEN[scheme]
+    group = 32 if scheme.startswith("w4a16") else written.group_size
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    stored = {f"up_proj.{leaf}": part for leaf, part in written.quantize(values, torch.float16, group).items()}
+    weight = logical(Stored(written.config(group, ()), stored)).stored("up_proj.weight")
+    assert isinstance(weight, StoredMatrix)
+    assert weight.shape == (rows, columns)
+    assert (weight.tensor() - values).norm() <= 1.3 * BOUNDS[scheme] * values.norm()
+    method = choose_method(MatrixSpec(columns, (rows,), False, Target(activations=ACTIVATIONS)), [weight.scheme])
+    method.load(0, weight)
+    method.finish()
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(method.multiply(x), x @ weight.tensor().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -5,6 +5,7 @@ It is a decorator of a checkpoint: everything above sees schemes, never the name
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight, as_tensor
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.types.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 LISTED = 10  # problems in an error message
 Leaves = Mapping[str, TensorInfo]  # the tensors of one layer by the last part of their names
 _GRIDS: tuple[Role, ...] = ("weight", "scales", "zeros")
@@ -114,6 +116,8 @@ class QuantizedCheckpoint(Checkpoint):
         for role in tensors.keys() & set(_GRIDS):
             tensors[role] = tensors[role].reshape(stored_shape(matrix.scheme, role, matrix.shape))
             tensors[role] = tensors[role].mT if matrix.scheme.transposed else tensors[role]
+        for role in tensors.keys() & {"second_scale", "input_scale"}:  # a number, in however many dimensions
+            tensors[role] = tensors[role].reshape(stored_shape(matrix.scheme, role, matrix.shape))
         _check_index(matrix, tensors)
         tensors.pop("ordered_index", None)
         return StoredMatrix(matrix.scheme, matrix.shape, tensors)
@@ -139,8 +143,15 @@ class QuantizedCheckpoint(Checkpoint):
 
     def _present(self, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layers: dict[str, dict[str, TensorInfo]] = {}
+        unused = {name: None for name in stored if any(fnmatchcase(name, pattern) for pattern in self.ignored)}
+        if unused:
+            logger.info(
+                "%d tensors of the checkpoint are not used: scales for a KV cache in fp8, which has none here, or"
+                " bounds of activations (such as %s)",
+                *(len(unused), next(iter(unused))),
+            )
         for name, info in stored.items():
-            if not any(fnmatchcase(name, pattern) for pattern in self.ignored):
+            if name not in unused:
                 path, leaf = self.split(name)
                 layers.setdefault(path, {})[leaf] = info
         infos: dict[str, TensorInfo] = {}

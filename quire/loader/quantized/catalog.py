@@ -20,9 +20,24 @@ hf_quant_config.json). Layers that a checkpoint leaves in floats stay floats. Pi
 """
 
 
+_ACTIVATIONS = """
+What a checkpoint says of activations:
+
+| weights | CPU | NVIDIA GPU |
+|---|---|---|
+| int8 with int8 activations (W8A8) | 8-bit integers, a scale for each 32 | weights alone |
+| fp8, a scale for the matrix or each output | weights alone | fp8 per token if the GPU has it, but for experts |
+| fp8 in blocks, NVFP4 with fp4 activations | weights alone | weights alone |
+
+Weights alone: they are unpacked in the kernel, and activations keep their type. The log of the start names these
+weights. Scales of a KV cache in fp8 are not used, which it says too.
+""".splitlines()
+
+
 def reference_markdown() -> str:
     lines = ["| quant_method | what is read |", "|---|---|"]
     lines += [f"| `{name}` | {QUANTIZED.get(name).reads} |" for name in sorted(QUANTIZED)]
+    lines += _ACTIVATIONS
     lines += ["", "## GGUF types", "", "F32, F16 and BF16, and:", ""]
     lines += ["| type | bits a weight in the file | with the CPU kernels |", "|---|---|---|"]
     for name, scheme in SCHEMES.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.layers.quant.mxfp4 import MXFP4
+from quire.layers.quant.rounding import MXFP4
 from quire.layers.scheme import Scheme
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
 

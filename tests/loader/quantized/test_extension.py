@@ -30,9 +30,9 @@ TOKENS = [3, 9, 27, 81, 43, 29, 7]
 
 
 @pytest.fixture(autouse=True)
-def line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QUANTIZED, "_entries", FORMAT)
-    monkeypatch.setattr(QUANTIZED, "_resolved", {})
+def line() -> Iterator[None]:
+    with QUANTIZED.with_entries(FORMAT, only=True):
+        yield
 
 
 def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

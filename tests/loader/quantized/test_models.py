@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,28 @@ from torch import Tensor
 from quire.config.engine import EngineConfig
 from quire.kernels.cpu.library import unavailable
 from quire.layers.linear import QKVParallelLinear
+from quire.layers.quant.base import MatrixSpec, kept_weights
+from quire.layers.quant.fp8 import Fp8Linear
 from quire.layers.quant.plain import PlainLinear
-from quire.layers.scheme import as_tensor
+from quire.layers.quant.registry import choose_method
+from quire.layers.scheme import StoredMatrix, as_tensor
 from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
 from quire.loader.quantized.registry import logical
 from quire.loader.safetensors import SafetensorsCheckpoint
+from quire.ops.base import Target
 from quire.planning.engine_plan import plan_engine
 from quire.types.errors import CheckpointError, QuireError
 from quire.worker.direct import DirectModel
 from quire.worker.worker import load_model
 from tests.e2e.test_quantized import taken, weights_of
+from tests.kernels.triton.paged import needs_triton
 from tests.loader.quantized.test_checkpoints import NAMES, ROOT
 from tests.loader.quantized.test_layouts import Stored
 
 # What the CPU kernels do not hold: groups of 16 that they have no form for.
 DECODED = {"ct-fp8-block", "fp8-block"}
+BYTES = ("bnb-int8", "ct-w8a8-int8", "torchao-int8-dynamic")  # with activations of 8 bits
 TOKENS = [3, 9, 27, 11, 23, 29, 7]
 GATE, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("gate", "down"))
 
@@ -64,7 +71,8 @@ def dequantized(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stored_model_answers_as_the_dequantized_one(name: str, tmp_path: Path) -> None:
     reference = logits(dequantized(name, tmp_path / "plain"), dtype="float32")
-    for flags in ({}, {"quantization": "none"}):
+    exact = {"activations": "float32"} if name in BYTES and unavailable() is None else {}
+    for flags in (exact, {"quantization": "none"}):
         torch.testing.assert_close(logits(ROOT / name, **flags), reference, atol=2e-4, rtol=1e-3)
     if unavailable() is None:
         config = settings(ROOT / name)
@@ -79,6 +87,62 @@ def test_a_stored_model_answers_as_the_dequantized_one(name: str, tmp_path: Path
 def test_activations_of_8_bits_on_stored_integers(name: str) -> None:
     exact, rounded = (logits(ROOT / name, activations=activations) for activations in ("float32", "int8"))
     assert 0 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="needs the native CPU library")
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_are_rounded_as_a_checkpoint_asks_or_it_is_said(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    schemes = [info.scheme for info in open_checkpoint(resolve_model(str(ROOT / name))).tensors().values()]
+    asked = {scheme.element for scheme in schemes if scheme.activations != "none"}
+    plan = plan_engine(settings(ROOT / name))
+    assert (plan.settings.activations == "int8") == (name in BYTES)
+    assert ("what the checkpoint is made for" in "; ".join(plan.settings.explain())) == (name in BYTES)
+    caplog.set_level("INFO")
+    model = load_model(plan, settings(ROOT / name))
+    said = f"for {', '.join(sorted(asked))} weights" in caplog.text
+    assert said == (bool(asked) and name not in BYTES), caplog.text
+    if name in BYTES:
+        assert "(activations in int8)" in kept_weights(model)
+        exact, rounded = logits(ROOT / name, activations="float32"), logits(ROOT / name)
+        assert torch.equal(rounded, logits(ROOT / name, activations="int8"))
+        assert 0 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-tensor-static", "ct-w8a8-fp8", "modelopt-fp8", "fp8-block"])
+def test_fp8_rows_are_multiplied_as_fp8_on_a_gpu(name: str) -> None:
+    weight = open_checkpoint(resolve_model(str(ROOT / name))).stored(f"{GATE}.weight")
+    assert isinstance(weight, StoredMatrix)
+    spec = MatrixSpec(weight.shape[1], (weight.shape[0],), False, Target("cuda", torch.bfloat16))
+    method = choose_method(spec, [weight.scheme])
+    assert isinstance(method, Fp8Linear) == (name != "fp8-block")
+    weight_only = choose_method(spec, [replace(weight.scheme, activations="none", roles=weight.scheme.roles[:2])])
+    assert not isinstance(weight_only, Fp8Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("fp8-channel", "model.layers.0.self_attn.k_scale"),
+        ("ct-w8a8-fp8", "model.layers.0.self_attn.v_scale"),
+        ("modelopt-fp8", "model.layers.0.self_attn.kv_b_proj.output_scale"),
+    ],
+)
+def test_scales_of_a_kv_cache_are_named(
+    name: str, tensor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    open_checkpoint(resolve_model(str(ROOT / name)))
+    before = caplog.text.count(tensor)
+    folder = Folder(name, tmp_path)
+    folder.tensors[tensor] = torch.tensor(0.5)
+    save_file(folder.tensors, folder.path / "model.safetensors")
+    checkpoint = open_checkpoint(resolve_model(str(folder.path)))
+    assert tensor not in checkpoint.tensors()
+    assert caplog.text.count("tensors of the checkpoint are not used: scales for a KV cache") == 1 + before
+    assert caplog.text.count(f"(such as {tensor})") == 1
 
 
 class Folder:
