@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from quire.engine.control import Verb
-from quire.types.errors import ConfigError, EngineError, QuireError, RequestError
+from quire.types.control import AdapterState
+from quire.types.errors import ConfigError, QuireError, RequestError
 from quire.types.request import AdapterRef, EngineRequest
 from quire.worker.executor import Executor
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
-
-class AdapterState(msgspec.Struct, frozen=True):
-    """How far the reading of an adapter is."""
-
-    is_read: bool
-    error: str | None = None  # why it cannot be served
+_PATIENCE = 10.0  # seconds between two questions about an adapter, after which nobody waits for it
 
 
 class AdapterReader:
@@ -35,7 +30,7 @@ class AdapterReader:
         self._reading: OrderedDict[str, Future[int]] = OrderedDict()  # by digest, the least recently used first
         self._open: dict[str, str] = {}  # request -> digest
         self._users: Counter[str] = Counter()
-        self._asked: set[str] = set()  # digests that `state` was asked for, and whose end it has not told yet
+        self._asked: dict[str, float] = {}  # digest -> when `state` was last asked for it, and has not told its end
 
     def applies(self, request: EngineRequest) -> bool:
         return request.adapter is not None
@@ -68,30 +63,41 @@ class AdapterReader:
 
     def state(self, ref: AdapterRef) -> AdapterState:
         """Start the reading, or tell how far it is. It stays in host memory until its end was told."""
-        if ref.digest not in self._asked:
-            self._asked.add(ref.digest)
+        is_new = ref.digest not in self._asked
+        self._asked[ref.digest] = time.monotonic()
+        if is_new:
             self.read(ref)
         reading = self._reading[ref.digest]
         if not reading.done():
             return AdapterState(is_read=False)
-        self._asked.remove(ref.digest)
+        del self._asked[ref.digest]
         self._evict()
         error = reading.exception()
         return AdapterState(error is None, None if error is None else str(error))
 
+    def forget_adapter(self, ref: AdapterRef) -> None:
+        """Give its host memory back, unless a request needs it."""
+        if self._is_idle(ref.digest):
+            self._drop(ref.digest)
+
     def shutdown(self) -> None:
         return None
 
+    def _is_idle(self, digest: str) -> bool:
+        reading = self._reading.get(digest)
+        return reading is not None and reading.done() and not self._users[digest] and digest not in self._asked
+
     def _evict(self) -> None:
+        late = time.monotonic() - _PATIENCE
+        for digest in [digest for digest, asked in self._asked.items() if asked < late]:
+            del self._asked[digest]  # whoever asked has gone
         excess = len(self._reading) - self._max_kept
-        idle = [
-            digest
-            for digest, future in self._reading.items()
-            if not self._users[digest] and future.done() and digest not in self._asked
-        ]
-        for digest in idle[: max(0, excess)]:
-            del self._reading[digest], self._users[digest]
-            self._executor.forget_adapter(digest)
+        for digest in [digest for digest in self._reading if self._is_idle(digest)][: max(0, excess)]:
+            self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        del self._reading[digest], self._users[digest]
+        self._executor.forget_adapter(digest)
 
 
 def _for_request(reading: Future[int]) -> Future[int]:
@@ -109,14 +115,19 @@ def _for_request(reading: Future[int]) -> Future[int]:
     return told
 
 
+def _reader(core: EngineCore) -> AdapterReader:
+    for found in core.parked.conditions:
+        if isinstance(found, AdapterReader):
+            return found
+    raise ConfigError("adapters are not enabled; start the engine with --enable-lora")
+
+
 def _read_adapter(core: EngineCore, ref: AdapterRef) -> AdapterState:
-    reader = next((found for found in core.parked.conditions if isinstance(found, AdapterReader)), None)
-    if reader is None:
-        raise ConfigError("adapters are not enabled; start the engine with --enable-lora")
-    if core.hold.is_away:
-        raise EngineError("the engine sleeps, or its weights change; load adapters when it is awake")
-    return reader.state(ref)
+    reader = _reader(core)
+    return AdapterState(is_read=False, is_away=True) if core.hold.is_away else reader.state(ref)
 
 
 READ_ADAPTER = Verb(_read_adapter, AdapterRef, AdapterState)
 """Check an adapter and bring it into host memory: starts it, and says how far it is. To be asked until it is done."""
+FORGET_ADAPTER = Verb(lambda core, ref: _reader(core).forget_adapter(ref), AdapterRef)
+"""Give back the host memory of an adapter that no request uses."""

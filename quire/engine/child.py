@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from quire.config.env import child_environment, import_path
 from quire.utils.log import get_logger
@@ -21,6 +22,8 @@ logger = get_logger(__name__)
 # -P: whatever lies in the current folder is not imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")
 
+TICK = 0.5  # seconds between two looks at a process's heartbeats
+BEAT_EVERY = 0.2  # seconds
 _LAST_LINES = 20
 _LOG_GRACE = 0.5  # seconds to read what a dead process has left in its pipe, should others hold it open
 
@@ -31,6 +34,15 @@ def print_line(line: str) -> None:
     """The log of an engine joins this process's own."""
     sys.stderr.write(line)
     sys.stderr.flush()
+
+
+def processor_ticks(pid: int) -> int:
+    """The processor time that a process has used, in ticks of the system; 0 where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 class EngineChild:
@@ -49,17 +61,31 @@ class EngineChild:
         self._take_line = take_line
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._exited = threading.Event()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=child_environment(**import_path(), **(environment or {})),
-        )
+        self._beats, self.beat_fd = os.pipe()
+        os.set_blocking(self._beats, False)
+        self._still_for = -1  # ticks since its last sign of life; -1: it has not begun
+        self._used = 0  # processor time at the last tick
+        self._process = self._launch(command, environment or {})
         self.exit_fd, self._exit_signal = os.pipe()
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
         self._log_reader.start()
         threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True).start()
+
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self.beat_fd],
+                env=child_environment(**import_path(), **environment),
+            )
+        except OSError:
+            os.close(self._beats)
+            raise
+        finally:
+            os.close(self.beat_fd)
 
     @property
     def pid(self) -> int:
@@ -89,6 +115,21 @@ class EngineChild:
         said = next((line for line in reversed(self._last_lines) if line), None)
         return f"the engine process {self.pid} {how}" + (f"; its last line was: {said}" if said else "")
 
+    def stands_still(self, limit: int) -> bool:
+        """Once a tick: whether it has neither beaten nor used a processor for `limit` ticks.
+
+        One that has not begun is not judged. One that computes without heartbeats, since a library holds Python's
+        lock, does not stand still. Ticks are counted, not seconds: when the machine stood still, so did we.
+        """
+        used, before = processor_ticks(self.pid), self._used
+        self._used = used
+        try:
+            self._still_for = 0 if os.read(self._beats, 1 << 16) else self._still_for
+        except BlockingIOError:
+            if self._still_for >= 0:
+                self._still_for = self._still_for + 1 if used == before else 0
+        return self._still_for >= limit
+
     def dump_stacks(self) -> None:
         """Ask it to write where all its threads are to its log."""
         self._process.send_signal(signal.SIGUSR1)
@@ -102,18 +143,23 @@ class EngineChild:
             self._process.kill()
             self._exited.wait()
 
+    def order_kill(self) -> None:
+        """End it at once, also where it stands still; does not wait until it is gone."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End it at once. Blocks until it is gone; may be called twice."""
         assert self._process.stdin is not None
-        self._process.kill()
+        self.order_kill()
         self._exited.wait()
         self._process.stdin.close()
 
     def close(self) -> None:
-        """Give back exit_fd, once nobody waits on it."""
+        """Give back what it was watched by, once nobody waits on it."""
         assert self._exited.is_set()
         if self.exit_fd >= 0:
             os.close(self.exit_fd)
+            os.close(self._beats)
             self.exit_fd = -1
 
     def _read_log(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.control import REPLY_LIMIT, Calls
@@ -61,6 +62,13 @@ class EngineClient(ABC):
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         """The same without blocking the event loop."""
 
+    def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Call something with the worker of each rank, in rank order, while no step is in flight."""
+        raise EngineError(
+            "collective_rpc needs the engine in this process: to another one data is sent, never pickled code; use an"
+            " LLM without engine_process"
+        )
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the engine and free what it holds. May block for one step; may be called twice."""
@@ -105,6 +113,12 @@ class InProcClient(EngineClient):
         self._loop.submit(command)
         self._loop.take_messages()
         return future.result(0)
+
+    def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
+        if self._thread is not None:
+            raise EngineError("this engine runs on a thread of its own; use an LLM")
+        self._check_alive()
+        return self._core.hold.call_workers(call)
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         self._check_alive()

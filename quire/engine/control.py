@@ -51,6 +51,7 @@ VERBS: Registry[Verb] = Registry(
         "set_vocabulary": "control:SET_VOCABULARY",
         "console": "recorder:CONSOLE",
         "read_adapter": "adapters:READ_ADAPTER",
+        "forget_adapter": "adapters:FORGET_ADAPTER",
         "state": "hold_verbs:STATE",
         "pause": "hold_verbs:PAUSE",
         "sleep": "hold_verbs:SLEEP",

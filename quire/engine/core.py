@@ -51,6 +51,7 @@ class EngineCore:
         self._depth = steps_in_flight
         self._clock = clock
         self._last_result = 0.0  # when a step was last known to be done
+        log.attach(self)
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         """Queue or park a request; one that can never run is answered at once with its error."""
@@ -95,9 +96,9 @@ class EngineCore:
         """Whether any request will be heard of again; not all of them can run yet."""
         return self.has_work() or bool(self.parked) or self.scheduler.has_unfinished or self.hold.num_late > 0
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         """Use a moment without work for what steps to come will need; False if there is nothing to do."""
-        return not self.has_unfinished() and not self.hold.is_active and self.executor.prepare()
+        return not self.has_unfinished() and not self.hold.is_active and self.executor.capture_next()
 
     def stats(self, step_time: float = 0.0) -> EngineStats:
         return self.scheduler.stats(num_parked=len(self.parked) + self.hold.num_late, step_time=step_time)

@@ -26,7 +26,7 @@ class PlanOrder(msgspec.Struct, frozen=True):
 
 
 class PlannedEngine(msgspec.Struct, frozen=True):
-    """Bytes of all ranks where they share the host's memory, else of one rank."""
+    """Bytes of all ranks where they share the host's memory, else of the rank that takes most."""
 
     on_host: bool
     weights: int = 0
@@ -86,23 +86,25 @@ def make_plans(order: PlanOrder) -> PlannedEngines:
             device = device or order.memory_budget or supply
         count, each = on_host.count(is_host), PROCESS_MEMORY if is_host else CONTEXT_MEMORY
         processes = LedgerLine("engine processes", count * each, f"of {count} models")
-        ranks = config.parallel.tensor_parallel_size
+        ranks, stages = config.parallel.num_ranks, range(config.parallel.pipeline_parallel_size)
         memory = host // ranks if is_host or device is None else device
         try:
             budget = MemorySupply(memory, "the budget of all models", "raise it")
-            ledger = plan_memory(config, [processes], supply=budget)
+            ledgers = [plan_memory(config, [processes], stage, supply=budget) for stage in stages]
         except QuireError as error:
             engines.append(PlannedEngine(is_host, error=str(error)))
             continue
         others = processes.num_bytes + config.device.reserved_memory
-        share = ranks if is_host else 1
+        weights = [ledger.entries[0].num_bytes for ledger in ledgers]
+        totals = [ledger.total - others for ledger in ledgers]
+        share = config.parallel.tensor_parallel_size
         engines.append(
             PlannedEngine(
                 is_host,
-                weights=share * ledger.entries[0].num_bytes,
-                total=share * (ledger.total - others),
-                kv_cache_memory=ledger.kv_bytes,
-                max_model_len=ledger.max_model_len,
+                weights=share * sum(weights) if is_host else max(weights),
+                total=share * sum(totals) if is_host else max(totals),
+                kv_cache_memory=min(ledger.kv_bytes for ledger in ledgers),
+                max_model_len=min(ledger.max_model_len for ledger in ledgers),
                 num_ranks=ranks,
             )
         )

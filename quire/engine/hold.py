@@ -5,9 +5,9 @@ Requests lose no token: they give up their rows and blocks, wait, and go on from
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.types.control import Change, EngineState, WeightsUpdate
 from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireError
@@ -102,6 +102,17 @@ class Hold:
             self._core.abort_all()
         self._start(self._core.executor.update_weights(wanted.path))
 
+    def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Behind a barrier: no step is in flight. Requests keep their rows and blocks."""
+        if self.is_away:
+            raise EngineError("the engine sleeps, or its weights change; its workers are not to be had")
+        before, self.is_active = self.is_active, True
+        try:
+            self._core.finish_steps()
+            return self._core.executor.call_workers(call)
+        finally:
+            self.is_active = before
+
     def takes(self, request: EngineRequest) -> bool:
         """Whether a request has to wait here, until others have ended or the engine is awake."""
         if self.is_away:
@@ -154,6 +165,7 @@ class Hold:
         """A barrier: no step is in flight behind it, and nobody has a row or a block."""
         self._check_free()
         self._changing, self._error, self.is_active = change, None, True
+        self._core.log.held(change)
         self._core.finish_steps()
         self._core.scheduler.stand_down()
 
@@ -163,3 +175,5 @@ class Hold:
 
     def _settle(self) -> None:
         self.is_active = self._is_paused or self._asleep > 0 or (self._changing is not None and not self._drains_for)
+        word = "asleep" if self._asleep else self._changing or "paused"
+        self._core.log.held(word if self.is_active else "")

@@ -26,7 +26,7 @@ class EngineLoop:
     `submit` and `stop` may be called from any thread.
     """
 
-    def __init__(self, core: EngineCore, *, debug_checks: bool = False) -> None:
+    def __init__(self, core: EngineCore, *, debug_checks: bool = False, quiet: float = _QUIET) -> None:
         self.on_reply: Callable[[Reply], None] = ignore_reply
         """Told, on the thread that runs the loop, what came of each command."""
         self._core = core
@@ -36,7 +36,8 @@ class EngineLoop:
         self._stopping = False
         self._finishing = False
         self._debug_checks = debug_checks
-        self._quiet: float | None = _QUIET  # seconds until the engine prepares for steps to come; None: it has
+        self._quiet_after = quiet
+        self._quiet: float | None = quiet  # seconds until the engine prepares for steps to come; None: it has
         core.parked.on_news = core.executor.on_failure = self._wake.set
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
@@ -73,7 +74,7 @@ class EngineLoop:
             self.wait()
         if not self.take_messages() and not self._core.has_work():
             return EngineOutputs([])  # nothing but commands came, which change no queue
-        self._quiet = _QUIET
+        self._quiet = self._quiet_after
         outputs = self._core.step()
         answers, self._answers = self._answers, []
         if answers:
@@ -94,7 +95,7 @@ class EngineLoop:
                 return False
             begin = time.monotonic()
             if not self._wake.wait(self._quiet):
-                self._quiet = 0.0 if self._core.prepare() else None
+                self._quiet = 0.0 if self._core.capture_next() else None
             elif self._quiet is not None:  # a command may have come: it is still quiet, however many come
                 self._quiet = max(0.0, self._quiet - (time.monotonic() - begin))
 

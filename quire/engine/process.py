@@ -1,8 +1,9 @@
 """The engine process: `python -m quire.engine.process`, launched by quire.engine.child, serves one client.
 
 The main thread waits for messages, signals and the end of its parent; a second thread loads the model, runs the
-steps and sends their outputs. The launch order comes as one line of JSON on stdin, and stdin
-closes when the parent is gone. With --spare the process imports everything first and then waits for its order.
+steps and sends their outputs; a third gives heartbeats and waits for no step, so that a long step is no hang. The
+launch order comes as one line of JSON on stdin, and stdin closes when the parent is gone. With --spare the process
+imports everything first and then waits for its order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.config.env import log_level
+from quire.engine.child import BEAT_EVERY
 from quire.engine.transport import Meeting, Receiver, Sender, UndecodableError
 from quire.platform.allocator import return_free_memory
 from quire.types.errors import EngineError, QuireError
@@ -49,6 +51,7 @@ class LaunchOrder(msgspec.Struct, frozen=True):
     config: EngineConfig
     meeting: Meeting
     launched_at: float  # time.time(), the clock that two processes share
+    beat_fd: int  # a pipe for heartbeats
 
 
 BuildLoop = Callable[[EngineConfig, ReportPhase], "tuple[EngineLoop, EngineInfo]"]
@@ -76,6 +79,19 @@ def import_engine() -> None:
     return_free_memory()
 
 
+def keep_beating(fd: int) -> None:
+    """Show the parent that this process runs, until the parent is gone."""
+    os.set_blocking(fd, False)
+    while True:
+        try:
+            os.write(fd, b"\0")
+        except BlockingIOError:
+            pass  # the pipe is full of heartbeats that nobody looks at
+        except BrokenPipeError:
+            return
+        time.sleep(BEAT_EVERY)
+
+
 class EngineProcess:
     def __init__(self, order: LaunchOrder, build: BuildLoop) -> None:
         self._order = order
@@ -97,6 +113,9 @@ class EngineProcess:
     def run(self) -> int:
         """Serve until told to stop, or until the parent or the engine is gone; returns the exit status."""
         self._catch_signals()
+        threading.Thread(
+            target=keep_beating, args=(self._order.beat_fd,), name="quire-heartbeat", daemon=True
+        ).start()
         self._thread.start()
         poller = zmq.Poller()
         poller.register(self._receiver.socket, zmq.POLLIN)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.control import Verb
 from quire.engine.step_log import NO_LOG, StepLog
-from quire.kv.events import NullEventSink
+from quire.kv.block_pool import NullEventSink
 from quire.kv.view import EvictedHashes, PoolMap, prefix_tree
 from quire.sched.request import Request
 from quire.sched.view import MOST_WAITING, request_views
@@ -119,6 +119,9 @@ class Recorder(StepLog):
             return
         kv = self._core.scheduler.kv
         block_size = kv.block_size
+        if without_state := request.num_without_state:
+            self._misses["cached, but without a state of recurrent layers to go on from"] += without_state
+        cached += without_state
         missed = (known - 1) // block_size * block_size - cached
         if known <= block_size:
             self._misses["prompt shorter than one block"] += known

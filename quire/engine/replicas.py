@@ -1,7 +1,8 @@
 """ReplicaClient: several engine processes behind the face of one. A router says which of them a request goes to.
 
-A replica that dies is launched again; its open requests go on in the others with the tokens that they have. When no
-replica is left, the whole is dead. Their number may change at any time.
+A replica that dies is launched again; its open requests go on in the others with the tokens that they have. Suspects
+of having killed replicas are tried in one that no other request goes to. When no replica is left, the whole is dead.
+Their number may change at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from quire.config.env import visible_devices
 from quire.engine.child import EngineChild, TakeLine, print_line
 from quire.engine.client import AsyncClient
 from quire.engine.control import REPLY_LIMIT
-from quire.engine.journal import Entry, without_known_logprobs
+from quire.engine.journal import Entry, Trials, without_known_logprobs
+from quire.engine.resuming import refused_output
 from quire.engine.router import Router
 from quire.engine.warming import Told, warm_up
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
@@ -34,7 +36,7 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-_MOST_DEATHS = 3  # of replicas that a request was in, without a token of any, after which it is refused
+_EMPTYING = ("reset_prefix_cache", "sleep", "update_weights")  # verbs after which no cached prefix is left
 _BACKOFF, _MOST_BACKOFF = 0.5, 30.0  # seconds before a replica is launched again, doubled with each death in a row
 
 
@@ -88,6 +90,9 @@ class ReplicaClient(AsyncClient):
         self._resizing: asyncio.Future[None] | None = None
         self._router = Router(num_replicas, 1, 1)
         self._open: dict[str, _Open] = {}
+        self._trials = Trials()
+        self._trial_replica = -1  # where suspects run and nobody else is sent; -1: none
+        self._relaunching: set[int] = set()
         self._outputs: asyncio.Queue[EngineOutputs] = asyncio.Queue()
         self._tasks: set[asyncio.Future[None]] = set()
         self._told = Told()
@@ -95,18 +100,23 @@ class ReplicaClient(AsyncClient):
         self.start_phases: list[PhaseTime] = []
 
     @property
+    def parts(self) -> list[ZmqClient]:
+        """The replicas that live, each of which is judged alone: one that is ended is replaced."""
+        return [client for client in self._clients if client is not None]
+
+    @property
     def pid(self) -> int:
         """Of the first replica that lives."""
-        return next((client.pid for client in self._clients if client is not None), 0)
+        return next((client.pid for client in self.parts), 0)
 
     @property
     def pids(self) -> list[int]:
-        return [client.pid for client in self._clients if client is not None]
+        return [client.pid for client in self.parts]
 
     @property
     def stats(self) -> EngineStats:
         """Sums over the replicas, in what counts since start over the dead ones too; without a step."""
-        known = [client.stats for client in self._clients if client is not None]
+        known = (client.stats for client in self.parts)
         return msgspec.structs.replace(sum_stats([self._past, *known]), step_tokens=0, step_time=0.0)
 
     async def wait_ready_async(self) -> EngineInfo:
@@ -141,6 +151,7 @@ class ReplicaClient(AsyncClient):
                 client.abort(names)
                 continue
             self._hand_out([EngineOutput(name, [], finish_reason="abort") for name in names])
+        self._go_on_trying()
 
     async def get_outputs_async(self) -> EngineOutputs:
         if not self._outputs.empty():
@@ -163,45 +174,36 @@ class ReplicaClient(AsyncClient):
         return found
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        """Of every replica; the answer is the first one's (who has not ended a change), and to the console of all."""
+        """Of every replica."""
         self._told.note(verb, argument)
-        living = [client for client in self._clients if client is not None]
+        living = self.parts
         if not living:
             raise EngineDeadError("no replica lives")
         replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
-        if verb == "state":
-            return next((state for state in replies if state.changing or state.error), replies[0])
-        return joined(replies) if verb == "console" else replies[0]
+        if verb in _EMPTYING:
+            for index in range(len(self._clients)):
+                self._router.reset(index)
+        return one_reply(verb, replies)
 
     def has_unfinished(self) -> bool:
         return bool(self._open) or not self._outputs.empty()
 
-    def seconds_without_step(self) -> float:
-        return max((client.seconds_without_step() for client in self._clients if client is not None), default=0.0)
-
     def seconds_without_news(self) -> float:
         """Of the replica that was heard last: they start one after the other."""
-        return min((client.seconds_without_news() for client in self._clients if client is not None), default=0.0)
-
-    def forgive_stall(self) -> None:
-        for client in self._clients:
-            if client is not None:
-                client.forgive_stall()
+        return min((client.seconds_without_news() for client in self.parts), default=0.0)
 
     def dump_stacks(self) -> None:
-        for client in self._clients:
-            if client is not None:
-                client.dump_stacks()
+        for client in self.parts:
+            client.dump_stacks()
 
     async def stop_async(self) -> None:
         self._end()
-        await asyncio.gather(*(client.stop_async() for client in self._clients if client is not None))
+        await asyncio.gather(*(client.stop_async() for client in self.parts))
 
     def shutdown(self) -> None:
         self._end()
-        for client in self._clients:
-            if client is not None:
-                client.shutdown()
+        for client in self.parts:
+            client.shutdown()
 
     async def resize(self, count: int, limit: float) -> None:
         """Have `count` replicas. New ones get requests once they are warm; EngineError if one does not come up.
@@ -209,11 +211,51 @@ class ReplicaClient(AsyncClient):
         Those that go, the last ones, finish what they have within `limit` seconds; what they have then goes on in
         the others.
         """
-        if self._resizing is not None and not self._resizing.done():
-            raise EngineError("the number of replicas is being changed already; wait until that has ended")
+        self._check_at_rest()
+        if not any(self._clients[:count]):
+            raise EngineError(
+                f"none of the first {count} replicas runs; restore one with `quire ctl restore-replica`"
+            )
         grows = count > len(self._clients)
         self._resizing = asyncio.ensure_future(self._grow(count) if grows else self._shrink(count, limit))
         await asyncio.shield(self._resizing)
+
+    async def drain(self, index: int, limit: float) -> None:
+        """End a replica when it has finished what it has, within `limit` seconds; the rest goes on elsewhere.
+
+        `restore` brings it back. EngineError if it is not there, or if no other one lives.
+        """
+        self._check_at_rest()
+        client = self._clients[index] if 0 <= index < len(self._clients) else None
+        if client is None or len(self.parts) < 2:
+            why = "it does not run" if client is None else "no other one takes its requests"
+            raise EngineError(f"replica {index} cannot be drained: {why}")
+        self._resizing = asyncio.ensure_future(self._drain(index, client, time.monotonic() + limit))
+        await asyncio.shield(self._resizing)
+
+    async def restore(self, index: int) -> None:
+        """Launch a replica that was drained; EngineError if it runs or does not come up."""
+        self._check_at_rest()
+        if not 0 <= index < len(self._clients) or self._clients[index] is not None or not self._readers[index].done():
+            raise EngineError(f"replica {index} is not drained; `quire ctl replicas` changes their number")
+        self._resizing = asyncio.ensure_future(self._restore(index))
+        await asyncio.shield(self._resizing)
+
+    def _check_at_rest(self) -> None:
+        if self._resizing is not None and not self._resizing.done():
+            raise EngineError("the number of replicas is being changed already; wait until that has ended")
+
+    async def _drain(self, index: int, client: ZmqClient, end: float) -> None:
+        self._router.close(index, is_lost=False)
+        while any(opened.replica == index for opened in self._open.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self._readers[index].cancel()
+        await client.stop_async()
+        logger.info("replica %d is drained; %d requests go on in others", index, len(self._lose(index, client)))
+        self._submit_waiting()
+
+    async def _restore(self, index: int) -> None:
+        self._serve_with(index, await self._bring_up(index))
 
     async def _grow(self, count: int) -> None:
         for index in range(len(self._clients), count):
@@ -242,6 +284,7 @@ class ReplicaClient(AsyncClient):
                 logger.info("replica %d has left; %d requests go on in others", index, len(moved))
             self._drop_last()
             self._submit_waiting()
+            self._go_on_trying()
 
     def _drop_last(self) -> None:
         self._router.drop()
@@ -268,19 +311,29 @@ class ReplicaClient(AsyncClient):
             self._die(EngineDeadError(f"looking after a replica failed: {error!r}"))
 
     def _submit(self, opened: _Open) -> None:
-        """Send a request to a replica; it waits while there is none."""
-        if not self._router.is_open:
+        """Send a request to a replica; it waits while there is none for it."""
+        entry = opened.entry
+        request = entry.resumed()
+        if entry.is_suspect:
+            if self._trial_replica < 0 or entry not in self._trials.running:
+                return
+            opened.replica, opened.work = self._trial_replica, 0
+        elif self._router.is_open:
+            names = self._names(request)
+            opened.replica, opened.work = self._router.choose(names, len(request.token_ids), request.session)
+        else:
             return
-        request = opened.entry.resumed()
-        adapter = None if request.adapter is None else request.adapter.digest
-        names = self._router.names(request.token_ids, hash((request.cache_salt, adapter)))
-        opened.replica, opened.work = self._router.choose(names, len(request.token_ids))
+        entry.has_progressed = False
         client = self._clients[opened.replica]
         assert client is not None, "an open replica has a client"
         try:
             client.add_request(request)
         except EngineDeadError:
             logger.debug("replica %d is dead, which will be heard of", opened.replica)
+
+    def _names(self, request: EngineRequest) -> list[int]:
+        adapter = None if request.adapter is None else request.adapter.digest
+        return self._router.names(request.token_ids, hash((request.cache_salt, adapter)))
 
     def _submit_waiting(self) -> None:
         for opened in list(self._open.values()):
@@ -301,6 +354,8 @@ class ReplicaClient(AsyncClient):
         known = [output for output in outputs if self._is_of(index, output)]
         for position, output in enumerate(known):
             known[position] = self._note(index, output)
+        if self._trial_replica >= 0:
+            self._go_on_trying()
         stats = None
         if step is not None:
             of_step = {name: getattr(step, name) for name in ("step_tokens", "step_time", "expert_load")}
@@ -318,41 +373,61 @@ class ReplicaClient(AsyncClient):
         entry = opened.entry
         if output.token_ids:
             entry.token_ids.extend(output.token_ids)
-            entry.num_deaths = self._deaths[index] = 0
+            self._deaths[index] = 0
+            if not entry.has_progressed:
+                entry.has_progressed = True
+                self._trials.acquit(entry)
         if output.prompt_logprobs:
             output = without_known_logprobs(entry, output)
         if output.finish_reason is not None or output.error is not None:
             self._router.finish(index, opened.work)
-            del self._open[output.request_id]
+            if entry.token_ids:  # the next turn of a conversation begins with what was generated
+                self._router.hold(index, self._names(entry.resumed()))
+            self._close(output.request_id)
         return output
+
+    def _close(self, name: str) -> None:
+        self._trials.acquit(self._open.pop(name).entry)
 
     def _hand_out(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            del self._open[output.request_id]
+            self._close(output.request_id)
         if outputs:
             self._outputs.put_nowait(EngineOutputs(outputs))
 
     async def _replace(self, index: int, client: ZmqClient, error: EngineError) -> None:
         """A replica died: its requests go on elsewhere, and another process takes its place."""
+        await client.stop_async()  # one that was ended because it stood still may not be gone yet
         moved = self._lose(index, client)
         self._deaths[index] += 1
         logger.error("replica %d died: %s; %d requests go on in others", index, error, len(moved))
-        refused = []
-        for opened in moved:
-            opened.entry.num_deaths += 1
-            if opened.entry.num_deaths >= _MOST_DEATHS:
-                cause = (
-                    f"{_MOST_DEATHS} replicas died while they ran this request, before a token of it came: {error}"
-                )
-                name = opened.entry.request.request_id
-                refused.append(EngineOutput(name, [], finish_reason="error", error=cause))
-        self._hand_out(refused)
-        if not any(other is not None for other in self._clients):
+        refused = self._trials.end_life([opened.entry for opened in moved])
+        self._hand_out([refused_output(entry, str(error)) for entry in refused])
+        if not self.parts:
             self._die(EngineDeadError(f"the last replica died: {error}"))
             return
         self._submit_waiting()
         if index < self._num_wanted:
+            self._relaunching.add(index)
             await self._relaunch(index)
+            self._relaunching.discard(index)
+        self._go_on_trying()
+
+    def _go_on_trying(self) -> None:
+        """Let suspects run in a replica that nobody else is sent to: one that comes back, or else the emptiest."""
+        if not self._trials.running:
+            if self._trial_replica >= 0:
+                self._router.open(self._trial_replica)
+                self._trial_replica = -1
+                self._submit_waiting()
+            return
+        if self._trial_replica < 0:
+            living = [index for index, client in enumerate(self._clients) if client is not None]
+            if self._relaunching or not living:
+                return
+            self._trial_replica = min(living, key=lambda index: self._router.loads[index])
+            self._router.close(self._trial_replica, is_lost=False)
+        self._submit_waiting()
 
     def _lose(self, index: int, client: ZmqClient) -> list[_Open]:
         """Forget a replica that is gone; the requests that it had, which none has now."""
@@ -361,6 +436,8 @@ class ReplicaClient(AsyncClient):
         self._past = sum_stats([self._past, EngineStats(**since_start)])
         client.shutdown()
         self._clients[index] = None
+        if index == self._trial_replica:
+            self._trial_replica = -1
         self._router.close(index, is_lost=True)
         moved = [opened for opened in self._open.values() if opened.replica == index]
         for opened in moved:
@@ -387,7 +464,7 @@ class ReplicaClient(AsyncClient):
         client = self._launch(index, self._num_wanted)
         try:
             await client.wait_ready_async()
-            await warm_up(client, self._told, next((other for other in self._clients if other is not None), None))
+            await warm_up(client, self._told, next(iter(self.parts), None))
         except BaseException:
             client.shutdown()
             raise
@@ -395,7 +472,10 @@ class ReplicaClient(AsyncClient):
 
     def _serve_with(self, index: int, client: ZmqClient) -> None:
         self._clients[index] = client
-        self._router.open(index)
+        if self._trials.running and self._trial_replica < 0:
+            self._trial_replica = index
+        else:
+            self._router.open(index)
         self._readers[index] = self._spawn(self._read(index, client))
         self._submit_waiting()
         logger.info("replica %d serves now, in engine process %d", index, client.pid)
@@ -419,3 +499,12 @@ def launch_replicas(
         return ZmqClient(own, child=child, on_phase=on_phase)
 
     return ReplicaClient(config.parallel.data_parallel_size, launch)
+
+
+def one_reply(verb: str, replies: list[Any]) -> Any:
+    """What replicas answer together: who has not ended a change or failed, to the console all, else the first."""
+    if verb == "state":
+        return next((state for state in replies if state.changing or state.error), replies[0])
+    if verb == "read_adapter":
+        return min(replies, key=lambda state: (state.error is None, not state.is_away, state.is_read))
+    return joined(replies) if verb == "console" else replies[0]

@@ -1,7 +1,8 @@
 """Router: which replica a request goes to. Knows prefixes and loads, not processes.
 
 A request goes where it would be done first: each replica has work before it, and would have to compute those tokens
-of the prompt that it does not hold. What a replica holds is what was sent there, as far as its KV blocks reach.
+of the prompt that it does not hold. What a replica holds is what was sent and generated there, as far as its KV
+blocks reach. Requests of one session stay in one replica unless that has much more to do than another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 DECODE_WEIGHT = 32  # prompt tokens that a running request counts for: what it delays others by while it decodes
+STICKY_TOKENS = 4096  # prompt tokens of work by which a session's replica may be behind before the session moves
+_MOST_SESSIONS = 1 << 16  # that are remembered
 
 
 class Router:
@@ -18,6 +21,7 @@ class Router:
         self._block_size, self._capacity = block_size, blocks_per_replica
         self._holders: dict[int, int] = {}  # block's name -> bit mask of the replicas that hold it
         self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]  # least recent first
+        self._homes: OrderedDict[int, int] = OrderedDict()  # session -> its replica, least recent first
         self.loads = [0] * num_replicas
         self._closed = [False] * num_replicas
 
@@ -38,23 +42,28 @@ class Router:
             found.append(name)
         return found
 
-    def choose(self, names: Sequence[int], num_tokens: int) -> tuple[int, int]:
+    def choose(self, names: Sequence[int], num_tokens: int, session: int = 0) -> tuple[int, int]:
         """(replica, what its load grows by) for a prompt of `num_tokens` with these blocks; it then holds them.
 
-        Some replica must be open.
+        `session` stands for a conversation, or what else is to stay together; 0: nothing. Some replica must be open.
         """
         counts = self._hits(names)
         size, best, least = self._block_size, -1, 0
+        home = self._homes.pop(session, -1) if session else -1
         for replica, load in enumerate(self.loads):
             if self._closed[replica]:
                 continue
-            end = load + num_tokens - counts[replica] * size
+            end = load + num_tokens - counts[replica] * size - (STICKY_TOKENS if replica == home else 0)
             if best < 0 or end < least:
                 best, least = replica, end
         assert best >= 0, "every replica is closed"
         work = num_tokens - counts[best] * size + DECODE_WEIGHT
         self.loads[best] += work
-        self._note_held(best, names)
+        self.hold(best, names)
+        if session:
+            self._homes[session] = best
+            if len(self._homes) > _MOST_SESSIONS:
+                self._homes.popitem(last=False)
         return best, work
 
     def add(self) -> None:
@@ -77,11 +86,15 @@ class Router:
         """No request goes there any more. One that is lost holds nothing afterwards, and has no load."""
         self._closed[replica] = True
         if is_lost:
-            bit = ~(1 << replica)
-            for name in self._held[replica]:
-                self._forget(name, bit)
-            self._held[replica].clear()
+            self.reset(replica)
             self.loads[replica] = 0
+
+    def reset(self, replica: int) -> None:
+        """Its cache is empty."""
+        bit = ~(1 << replica)
+        for name in self._held[replica]:
+            self._forget(name, bit)
+        self._held[replica].clear()
 
     def open(self, replica: int) -> None:
         self._closed[replica] = False
@@ -107,7 +120,8 @@ class Router:
                 counts[replica] = depth
         return counts
 
-    def _note_held(self, replica: int, names: Sequence[int]) -> None:
+    def hold(self, replica: int, names: Sequence[int]) -> None:
+        """A replica has these blocks in its cache, of a prompt or of what was generated behind it."""
         held, holders, bit = self._held[replica], self._holders, 1 << replica
         for name in reversed(names):  # the beginnings of prompts stay longest, as in the KV cache
             if name in held:

@@ -6,16 +6,17 @@ The engine makes one from what its worker says; a trace keeps it, so that replay
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from quire.config.groups import SpeculativeConfig
 from quire.kv.layout import KVLayout
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import AdapterSlots
 from quire.sched.drafters.forced import Forced, nothing_forced
-from quire.sched.drafters.make import make_drafting
+from quire.sched.drafters.registry import make_drafting
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import WholePrompts
+from quire.sched.state import Limits
 from quire.sched.step_times import Prior, StepTimes
 from quire.sched.time_shares import make_shares
 
@@ -46,14 +47,8 @@ class SchedulerSetup:
         """`forced` tells what a request's grammar leaves no choice about."""
         prior = Prior(*self.step_times)
         return Scheduler(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)}),
             policy=self.policy,
-            max_model_len=self.max_model_len,
-            max_num_drafts=self.max_num_drafts,
-            num_stages=self.num_stages,
-            query_tile=self.query_tile,
             kv=KVCacheManager(self.layout, self.pool_blocks, self.caches_prefixes),
             shares=WholePrompts()
             if self.takes_whole_prompts

@@ -5,13 +5,26 @@ Everything is called on the thread that runs the engine; none of it may raise or
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
 from quire.sched.drafters.forced import Forced
 from quire.types.messages import ToEngine
 from quire.types.step import StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
 
 class StepLog:
     """Listens to a core, and forgets."""
+
+    def attach(self, core: EngineCore) -> None:
+        """This core will be heard; comes first."""
+
+    def held(self, word: str) -> None:
+        """No step is planned from now on, since the engine is this, such as "paused"; "": steps are planned again."""
 
     def took(self, message: ToEngine) -> None:
         """A message was taken in, before the next step."""
@@ -42,39 +55,13 @@ class StepLogs(StepLog):
     """Tells several."""
 
     def __init__(self, *logs: StepLog) -> None:
-        self._logs = logs
+        for name in ("attach", "held", "took", "begin", "ready", "forced", "planned", "finished", "failed", "close"):
+            setattr(self, name, partial(_tell_all, [getattr(log, name) for log in logs]))
 
-    def took(self, message: ToEngine) -> None:
-        for log in self._logs:
-            log.took(message)
 
-    def begin(self, now: float) -> None:
-        for log in self._logs:
-            log.begin(now)
-
-    def ready(self, request_id: str, condition: str) -> None:
-        for log in self._logs:
-            log.ready(request_id, condition)
-
-    def forced(self, request_id: str, forced: Forced) -> None:
-        for log in self._logs:
-            log.forced(request_id, forced)
-
-    def planned(self, plan: StepPlan) -> None:
-        for log in self._logs:
-            log.planned(plan)
-
-    def finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        for log in self._logs:
-            log.finished(plan, result, seconds)
-
-    def failed(self, plan: StepPlan, error: Exception) -> None:
-        for log in self._logs:
-            log.failed(plan, error)
-
-    def close(self) -> None:
-        for log in self._logs:
-            log.close()
+def _tell_all(methods: Sequence[Callable[..., None]], *said: object) -> None:
+    for method in methods:
+        method(*said)
 
 
 NO_LOG = StepLog()

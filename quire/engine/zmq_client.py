@@ -15,10 +15,11 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
-from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
+from quire.engine.child import ENGINE_COMMAND, TICK, EngineChild, TakeLine, print_line
 from quire.engine.client import EngineClient
 from quire.engine.control import REPLY_LIMIT, Calls, no_reply
 from quire.engine.process import EXIT_FAILED, LaunchOrder
+from quire.engine.stalls import LOOK_INTERVAL, StallWatch, start_limit
 from quire.engine.transport import Receiver, Sender, make_meeting
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.messages import (
@@ -37,6 +38,9 @@ from quire.types.request import EngineRequest
 
 # Seconds for an engine to leave after it was told to; more than it gives a step in flight.
 STOP_GRACE = 10.0
+# Ticks without a heartbeat after which a process stands still. Steps run outside of Python's lock and cannot stop the
+# heartbeats; imports and readers of files may hold it while they wait for a cold disk.
+STILL_AFTER, STILL_AFTER_STARTING = 8, 120
 # A process that failed has said why, but the message may still be on its way when its end is noticed.
 _LAST_WORDS = 0.5
 
@@ -67,10 +71,12 @@ class ZmqClient(EngineClient):
         child: EngineChild | None = None,
         on_phase: OnPhase = ignore_phases,
         take_line: TakeLine = print_line,
+        stall_timeout: float = math.inf,
     ) -> None:
         """`child` is a process that waits for its order, if there is one already; else `command` launches one.
 
-        `on_phase` hears what the start is busy with, `take_line` gets each line of the engine's log.
+        `on_phase` hears what the start is busy with, `take_line` gets each line of the engine's log. The calls that
+        block end with EngineDeadError if the engine stalls for `stall_timeout` seconds; the async ones never do.
         """
         self.stats = EngineStats()
         self.start_phases: list[PhaseTime] = []
@@ -82,6 +88,9 @@ class ZmqClient(EngineClient):
         self._is_stopping = False
         self._unfinished: set[str] = set()
         self._progress_at = 0.0
+        self.step_at = time.monotonic()  # when the last step was heard of, or else the launch was
+        self._stall_timeout = stall_timeout
+        self._stalls = StallWatch(self.dump_stacks)
         self._heard_at = time.monotonic()
         self._inbox: deque[EngineOutputs] = deque()
         self._calls = Calls()
@@ -94,12 +103,12 @@ class ZmqClient(EngineClient):
         self._receiver = Receiver(self._context, self._meeting.client, self._meeting.token, decoder)
         self._sender: Sender | None = None
         meeting = msgspec.structs.replace(self._meeting, client=self._receiver.endpoint)
-        order = LaunchOrder(config, meeting, time.time())
         try:
             self._child = child or EngineChild(command, take_line)
         except OSError:
             self._close_transport()
             raise
+        order = LaunchOrder(config, meeting, time.time(), self._child.beat_fd)
         self._child.give_order(msgspec.json.encode(order))
         self._poller = zmq.Poller()
         self._poller.register(self._receiver.socket, zmq.POLLIN)
@@ -108,6 +117,11 @@ class ZmqClient(EngineClient):
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def parts(self) -> list[ZmqClient]:
+        """The engine processes, each of which is judged alone."""
+        return [self]
 
     @property
     def is_dead(self) -> bool:
@@ -122,7 +136,7 @@ class ZmqClient(EngineClient):
         """Block until the engine takes requests; EngineDeadError if it never will."""
         while not self._is_ready:
             self._check_alive()
-            self._wait_for_news()
+            self._wait_unless_stalled(self.seconds_without_news, starts=True)
         return self.info
 
     async def wait_ready_async(self) -> EngineInfo:
@@ -155,13 +169,17 @@ class ZmqClient(EngineClient):
         self._check_alive()
         command, future = self._calls.open(verb, argument)
         self._send(command)
+        self._heard_at = time.monotonic()  # it may have been idle
         end = None if limit is None else time.monotonic() + limit
         try:
             while not future.done():
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     raise no_reply(verb, limit)
-                self._wait_for_news(left)
+                if left is None:
+                    self._wait_unless_stalled(self.seconds_without_news, starts=True)
+                else:
+                    self._wait_for_news(left)
             return future.result()
         finally:
             self._calls.close(command)
@@ -201,7 +219,7 @@ class ZmqClient(EngineClient):
             self._check_alive()
             if not self._unfinished:
                 return EngineOutputs([])
-            self._wait_for_news()
+            self._wait_unless_stalled(self.seconds_without_step)
         return self._inbox.popleft()
 
     async def get_outputs_async(self) -> EngineOutputs:
@@ -217,6 +235,12 @@ class ZmqClient(EngineClient):
         outputs = [output for batch in self._inbox for output in batch.outputs]
         self._inbox.clear()
         return outputs
+
+    def end(self, cause: str) -> None:
+        """End a process that is of no use any more, at once; all who wait hear the cause. Does not block."""
+        self._receive()
+        self._die(EngineDeadError(cause))
+        self._child.order_kill()
 
     async def stop_async(self) -> None:
         """End the process without blocking the event loop; `shutdown` is quick afterwards."""
@@ -243,10 +267,19 @@ class ZmqClient(EngineClient):
 
     def _wait_for_news(self, limit: float | None = None) -> None:
         """Block until something has arrived or happened, at most `limit` seconds."""
-        events = dict(self._poller.poll(None if limit is None else math.ceil(1000 * limit)))
+        wait = TICK if limit is None else min(TICK, limit)
+        events = dict(self._poller.poll(math.ceil(1000 * wait)))
         self._receive()
         if self._child.exit_fd in events:
             self._on_exit()
+        elif not events and wait == TICK:
+            self._look()
+
+    def _wait_unless_stalled(self, silent: Callable[[], float], *, starts: bool = False) -> None:
+        """Block until something has happened, or for a while; EngineDeadError if the engine has stalled."""
+        self._wait_for_news(None if self._stall_timeout == math.inf else min(LOOK_INTERVAL, self._stall_timeout / 2))
+        limit = start_limit(self._stall_timeout) if starts else self._stall_timeout
+        self._stalls.look(silent(), limit, "it has said nothing" if starts else "no step has finished")
 
     def _attach(self) -> None:
         """Let the running event loop tell of messages and of the process's end."""
@@ -258,12 +291,24 @@ class ZmqClient(EngineClient):
         self._event_loop = event_loop
         event_loop.add_reader(self._receiver.fileno(), self._receive)
         event_loop.add_reader(self._child.exit_fd, self._on_exit)
+        event_loop.call_later(TICK, self._keep_looking)
         self._receive()  # what came before is not announced again
 
     def _detach(self) -> None:
         if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.remove_reader(self._receiver.fileno())
             self._event_loop.remove_reader(self._child.exit_fd)
+
+    def _keep_looking(self) -> None:
+        self._look()
+        if self._dead is None and self._event_loop is not None:
+            self._event_loop.call_later(TICK, self._keep_looking)
+
+    def _look(self) -> None:
+        """Once a tick: end a process that stands still. A slow step is none: its process beats on."""
+        limit = STILL_AFTER if self._is_ready else STILL_AFTER_STARTING
+        if self._dead is None and self._child.stands_still(limit):
+            self.end(f"the engine process {self.pid} stands still: it gave no heartbeat for {limit * TICK:g} s")
 
     async def _next_news(self) -> None:
         self._news.clear()
@@ -279,7 +324,7 @@ class ZmqClient(EngineClient):
         self._heard_at = time.monotonic()
         match message:
             case EngineOutputs():
-                self._progress_at = time.monotonic()
+                self._progress_at = self.step_at = self._heard_at
                 self._unfinished.difference_update(o.request_id for o in message.outputs if o.finish_reason)
                 if message.stats is not None:
                     self.stats = message.stats

@@ -10,8 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.kv.events import NullEventSink
 from quire.types.errors import ConfigError
+
+
+class NullEventSink:
+    """Nobody listens. Called on the scheduler's thread, so one that does must be quick and must not block."""
+
+    def stored(self, group: int, block_hash: bytes, block_id: int) -> None:
+        """A full block can be found by its hash from now on."""
+
+    def evicted(self, group: int, block_hash: bytes, block_id: int) -> None:
+        """A block can no longer be found: it is about to be overwritten, or the cache was reset."""
 
 
 class Block:

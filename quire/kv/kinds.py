@@ -90,8 +90,8 @@ class State(GroupKind):
         return sorted({max(first, last - 2), last - 1}.union(mark for mark in marks if first <= mark < last))
 
 
-# Per sequence: the ends of its prompt and of its first message, and where the other groups had a longer hit.
-MAX_MARKS = 3
+# Per sequence: the ends of its prompt and of its first and last messages, and where other groups had a longer hit.
+MAX_MARKS = 4
 STATES_OF_A_ROW = 2  # that a row which decodes holds: its own, and the last full one
 
 KINDS: Registry[type[GroupKind]] = Registry(

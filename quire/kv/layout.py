@@ -79,6 +79,14 @@ class KVLayout:
         """Memory in which one request of `num_tokens` can run, the null block of each pool included."""
         return self.num_bytes([count + 1 for count in self.blocks_for(num_tokens, step_tokens)])
 
+    def layer_bytes(self, num_tokens: int, step_tokens: int) -> dict[int, int]:
+        """Of each layer, its share of the memory for one request of `num_tokens`; all of a pool share its blocks."""
+        found: dict[int, int] = {}
+        for index, count in enumerate(self.blocks_for(num_tokens, step_tokens)):
+            layers = [layer for group in self.groups_of(index) for layer in group.layers]
+            found |= dict.fromkeys(layers, count * self.pools[index].page_bytes // len(layers))
+        return found
+
     def num_bytes(self, num_blocks: Sequence[int]) -> int:
         """Memory that `num_blocks` of each pool take."""
         return sum(count * pool.page_bytes for count, pool in zip(num_blocks, self.pools, strict=True))

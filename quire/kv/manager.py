@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
-from quire.kv.block_pool import Block, BlockPool
+from quire.kv.block_pool import Block, BlockPool, NullEventSink
 from quire.kv.deltas import BlockDeltas
-from quire.kv.events import NullEventSink
 from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
-from quire.kv.kinds import ceil_div
+from quire.kv.kinds import MAX_MARKS, ceil_div
 from quire.kv.layout import KVLayout
 from quire.types.cache import STATE_ROLLBACK
 from quire.types.request import EngineRequest
@@ -41,7 +40,7 @@ class PrefixHit:
     def __init__(self, num_tokens: int, tables: list[list[Block]], num_without_state: int = 0) -> None:
         self.num_tokens = num_tokens
         self.tables = tables  # by group
-        self.num_without_state = num_without_state  # tokens after these that the first group has, and another has not
+        self.num_without_state = num_without_state  # tokens after these that all groups but those of states have
 
 
 class _PoolGroups:
@@ -129,7 +128,7 @@ class KVCacheManager:
             chain.extend(request.token_ids, len(request.token_ids))
         sequence = KVSequence(chain, len(self._groups))
         if self._sparse:  # the longest prefix that a request with the same prompt can start from
-            ends = (len(request.token_ids) - 1, _first_message_end(request))
+            ends = (len(request.token_ids) - 1, *_message_ends(request))
             sequence.marks = tuple(end // self.block_size - 1 for end in ends)
         return sequence
 
@@ -151,17 +150,18 @@ class KVCacheManager:
         for group in self._groups:
             tables.append(group.longest_hit(hashes, count))
             count = len(tables[-1])
-        found = len(tables[0])
+        found = min((len(tables[group.index]) for group in self._groups if not group.sparse), default=count)
         if len(tables) > 1:
             if self._sparse:  # where the others had a longer hit, the next one is to be as long
-                sequence.marks = (*sequence.marks[:2], len(tables[0]) - 1)
+                sequence.marks = (*sequence.marks[: MAX_MARKS - 1], len(tables[0]) - 1)
             # A shorter hit needs other blocks in sight of its end, so all groups must agree on one length.
             while any(len(table) != count for table in tables):
                 for index, group in enumerate(self._groups):
                     if len(tables[index]) != count:
                         tables[index] = group.longest_hit(hashes, count)
                         count = len(tables[index])
-        return PrefixHit(count * self.block_size, tables, (found - count) * self.block_size)
+        without_state = found - count if self._sparse else 0
+        return PrefixHit(count * self.block_size, tables, without_state * self.block_size)
 
     def _begins_cached(self, chain: HashChain, token_ids: Sequence[int]) -> bool:
         """Whether the first block that could be taken from the cache may be there: only that one is hashed."""
@@ -354,7 +354,15 @@ class KVCacheManager:
         sequence.num_visible_from[group.index] = visible_from
 
 
-def _first_message_end(request: EngineRequest) -> int:
-    """How many tokens a prompt's first message has, its end token included; other conversations may share it."""
-    ends = [request.token_ids.index(token) for token in request.eos_token_ids if token in request.token_ids]
-    return min(ends, default=-1) + 1
+def _message_ends(request: EngineRequest) -> tuple[int, int]:
+    """How many tokens a prompt has up to the ends of its first and of its last message, end tokens included.
+
+    Other conversations may share the first one. Behind the last one the answer is begun, perhaps with thinking, which
+    templates drop from the prompt of the next turn.
+    """
+    tokens = request.token_ids
+    ends = [token for token in request.eos_token_ids if token in tokens]
+    if not ends:
+        return 0, 0
+    backwards = tokens[::-1]
+    return min(map(tokens.index, ends)) + 1, len(tokens) - min(map(backwards.index, ends))

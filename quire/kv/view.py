@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from quire.kv.block_pool import Block, BlockPool
-from quire.kv.events import NullEventSink
+from quire.kv.block_pool import Block, BlockPool, NullEventSink
 from quire.types.console import PoolView, PrefixNode
 
 _MOST_CELLS = 2048  # of a map

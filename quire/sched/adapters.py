@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from quire.sched.request import Request
 from quire.types.step import AdapterLoad
 
+PATIENCE = 64  # steps that a request waits for a slot while others with adapters start
+
 
 class NoAdapterSlots:
     """No request has an adapter."""
@@ -42,8 +44,8 @@ class AdapterSlots(NoAdapterSlots):
     """An adapter leaves when another needs its slot and nobody runs with it, the least recently used first.
 
     Slots are for ranks up to some number; an adapter takes one of the smallest that it fits into, a larger one if
-    there is nothing else. While a request waits for a slot, no other one with an adapter starts before it, so that
-    its turn comes.
+    there is nothing else. While a request waits for a slot, others whose adapter has one start, and those that need
+    one do not. After PATIENCE steps nobody with an adapter does, so that its turn comes.
     """
 
     def __init__(self, buckets: Sequence[tuple[int, int]]) -> None:
@@ -53,13 +55,15 @@ class AdapterSlots(NoAdapterSlots):
         self._resident: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the least recently used first
         self._running: Counter[str] = Counter()  # requests by digest
         self._waits = False  # someone does, in this step
+        self._num_waited = 0  # steps, one after the other, in which someone did
 
     def begin(self) -> None:
+        self._num_waited = self._num_waited + 1 if self._waits else 0
         self._waits = False
 
     def may_start(self, request: Request) -> bool:
         digest = _digest(request)
-        if digest is None:
+        if digest is None or (digest in self._resident and self._num_waited < PATIENCE):
             return True
         if self._waits:
             return False
@@ -77,6 +81,7 @@ class AdapterSlots(NoAdapterSlots):
         loads = []
         if digest not in self._resident:
             self._resident[digest] = self._vacate(request)
+            self._num_waited = 0
             loads = [AdapterLoad(self._resident[digest], digest)]
         self._resident.move_to_end(digest)
         self._running[digest] += 1

@@ -106,6 +106,7 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
             state.prefix_queries += request.num_tokens
             state.prefix_hits += num_cached
             state.prefix_without_state += hit.num_without_state
+            request.num_without_state = hit.num_without_state
     state.add_running(request)
     slot, loads = state.adapters.take(request)
     step.adapter_loads += loads

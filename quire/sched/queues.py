@@ -6,61 +6,42 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Set
 from itertools import islice
-from typing import Protocol
 
 from quire.sched.request import OrderKey, Request
 from quire.types.errors import ConfigError
 
 
-class WaitingQueue(Protocol):
-    def order_key(self, priority: int, arrival: int) -> OrderKey:
-        """Where a request stands among all others, waiting and running."""
+class WaitingQueue:
+    """First come first served."""
 
-    def push(self, request: Request) -> None:
-        """Add a new request."""
-
-    def push_back_in(self, request: Request) -> None:
-        """Add a request that was preempted; when several are, the latest in order comes first."""
-
-    def peek(self) -> Request:
-        """The next request, without taking it."""
-
-    def first(self, count: int) -> list[Request]:
-        """The next requests in order, at most `count`, without taking them."""
-
-    def pop(self) -> Request: ...
-
-    def remove(self, requests: Set[Request]) -> None:
-        """Take out those of `requests` that are here."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class FCFSQueue:
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def order_key(self, priority: int, arrival: int) -> OrderKey:
+        """Where a request stands among all others, waiting and running."""
         return (0, arrival)
 
     def push(self, request: Request) -> None:
+        """Add a new request."""
         self._requests.append(request)
 
     def push_back_in(self, request: Request) -> None:
+        """Add a request that was preempted; when several are, the latest in order comes first."""
         self._requests.appendleft(request)
 
     def peek(self) -> Request:
+        """The next request, without taking it."""
         return self._requests[0]
 
     def first(self, count: int) -> list[Request]:
+        """The next requests in order, at most `count`, without taking them."""
         return list(islice(self._requests, count))
 
     def pop(self) -> Request:
         return self._requests.popleft()
 
     def remove(self, requests: Set[Request]) -> None:
+        """Take out those of `requests` that are here."""
         self._requests = deque(request for request in self._requests if request not in requests)
 
     def __len__(self) -> int:
@@ -70,7 +51,7 @@ class FCFSQueue:
         return iter(self._requests)
 
 
-class PriorityQueue:
+class PriorityQueue(WaitingQueue):
     """Smaller priority first, then arrival; a preempted request returns to its old place."""
 
     def __init__(self) -> None:
@@ -107,7 +88,7 @@ class PriorityQueue:
 
 def make_queue(policy: str) -> WaitingQueue:
     if policy == "fcfs":
-        return FCFSQueue()
+        return WaitingQueue()
     if policy == "priority":
         return PriorityQueue()
     raise ConfigError(f"policy is {policy!r} but must be 'fcfs' or 'priority'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 
 from quire.kv.manager import KVSequence
@@ -22,6 +23,7 @@ class Status(IntEnum):
 CAUGHT_UP = 1 << 62
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Request:
     """Counts exist twice, because steps are planned before it is known how many tokens those before them give.
 
@@ -29,91 +31,61 @@ class Request:
     `token_ids` and `num_certain_tokens` are what results have confirmed; blocks are let go and cached by these.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "capacity",
-        "constrained",
-        "engine_request",
-        "key",
-        "kv",
-        "max_tokens_total",
-        "min_tokens_total",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_confirmed_tokens",
-        "num_preemptions",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "num_tokens",
-        "pools",
-        "pools_last",
-        "queue_time",
-        "repetition",
-        "reported",
-        "request_id",
-        "retry_until",
-        "row",
-        "status",
-        "steady",
-        "stop_token_ids",
-        "stop_tokens",
-        "store_above",
-        "token_ids",
-        "wants_prompt_logprobs",
-        "wants_routed_experts",
-    )
+    engine_request: EngineRequest
+    kv: KVSequence
+    key: OrderKey
+    max_model_len: InitVar[int]
+    request_id: str = field(init=False)
+    token_ids: list[int] = field(init=False)  # the known tokens: prompt, then outputs
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_tokens_total: int = field(init=False)
+    constrained: bool = field(init=False)
+    pools: bool = field(init=False)
+    num_prompt_logprobs: int = field(init=False)
+    """Prompt logprobs given out so far; they cover tokens 1..n. An output comes after all of them."""
+    status: Status = Status.WAITING
+    row: int = -1
+    num_computed_tokens: int = 0  # as of the newest planned step
+    num_confirmed_tokens: int = 0  # by the results of chunks; CAUGHT_UP since it has sampled
+    capacity: int = 0  # tokens that the blocks held now have room for
+    store_above: int = 0  # more known tokens than this: a block is full and can be cached
+    pools_last: bool = False
+    min_tokens_total: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()  # whatever ends it
+    wants_prompt_logprobs: bool = False
+    wants_routed_experts: bool = False
+    repetition: RepetitionDetector | None = None
+    steady: bool = False  # a result row needs nothing but: append one token, check for the end
+    num_cached_tokens: int = -1  # prompt tokens found in the prefix cache at the first admission
+    num_without_state: int = 0  # prompt tokens behind those that were cached, but for a state to go on from
+    queue_time: float | None = None  # seconds from arrival to the first admission
+    reported: bool = False  # the first output has been made
+    num_preemptions: int = 0
+    retry_until: int = 0  # runs alone until this many tokens are computed; 0: runs with others
 
-    def __init__(self, engine_request: EngineRequest, kv: KVSequence, key: OrderKey, max_model_len: int) -> None:
-        params = engine_request.params
-        num_prompt_tokens = len(engine_request.token_ids) - engine_request.num_given_outputs
-        self.request_id = engine_request.request_id
-        self.engine_request = engine_request
-        self.kv = kv
-        self.key = key
-        self.status = Status.WAITING
-        self.row = -1
-
-        self.token_ids = engine_request.token_ids.copy()  # the known tokens: prompt, then outputs
-        self.num_prompt_tokens = num_prompt_tokens
+    def __post_init__(self, max_model_len: int) -> None:
+        source, params = self.engine_request, self.engine_request.params
+        self.request_id, self.token_ids = source.request_id, source.token_ids.copy()
         self.num_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0  # as of the newest planned step
-        self.num_confirmed_tokens = 0  # by the results of chunks; CAUGHT_UP since it has sampled
-        self.capacity = 0  # tokens that the blocks held now have room for
-        self.store_above = 0  # more known tokens than this: a block is full and can be cached
-
-        self.constrained = engine_request.grammar is not None
-        self.pools = isinstance(params, PoolingParams)
-        self.pools_last = isinstance(params, PoolingParams) and params.pooling == "last"
-        self.repetition: RepetitionDetector | None = None
+        self.num_prompt_tokens = prompt = self.num_tokens - source.num_given_outputs
+        self.num_prompt_logprobs = prompt - 1 if source.num_given_outputs else 0
+        self.constrained, self.pools = source.grammar is not None, isinstance(params, PoolingParams)
         if isinstance(params, PoolingParams):
-            self.max_tokens_total = num_prompt_tokens + 1
-            self.min_tokens_total = 0
-            self.stop_token_ids: tuple[int, ...] = ()
-            self.stop_tokens: frozenset[int] = frozenset()
-            self.wants_prompt_logprobs = self.wants_routed_experts = False
-        else:
-            self.max_tokens_total = min(num_prompt_tokens + engine_request.max_tokens, max_model_len)
-            self.min_tokens_total = num_prompt_tokens + params.min_tokens
-            eos = () if params.ignore_eos else engine_request.eos_token_ids
-            self.stop_token_ids = params.stop_token_ids
-            self.stop_tokens = frozenset(params.stop_token_ids).union(eos)  # whatever ends it
-            self.wants_prompt_logprobs = params.prompt_logprobs is not None
-            self.wants_routed_experts = params.return_routed_experts
-            detection = params.repetition_detection
-            if detection is not None and detection.max_pattern_size > 0:
-                self.repetition = RepetitionDetector(detection)
-                for token in self.token_ids[num_prompt_tokens:]:
-                    self.repetition.add(token)
-
-        # True when a result row needs nothing but: append one token, check for the end.
-        self.steady = False
-        self.num_cached_tokens = -1  # prompt tokens found in the prefix cache at the first admission
-        self.queue_time: float | None = None  # seconds from arrival to the first admission
-        self.reported = False  # the first output has been made
-        # Prompt logprobs given out so far; they cover tokens 1..n. An output comes after all of them.
-        self.num_prompt_logprobs = num_prompt_tokens - 1 if engine_request.num_given_outputs else 0
-        self.num_preemptions = 0
-        self.retry_until = 0  # runs alone until this many tokens are computed; 0: runs with others
+            self.pools_last, self.max_tokens_total = params.pooling == "last", prompt + 1
+            return
+        self.max_tokens_total = min(prompt + source.max_tokens, max_model_len)
+        self.min_tokens_total = prompt + params.min_tokens
+        self.stop_token_ids = params.stop_token_ids
+        self.stop_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else source.eos_token_ids)
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None
+        self.wants_routed_experts = params.return_routed_experts
+        detection = params.repetition_detection
+        if detection is not None and detection.max_pattern_size > 0:
+            self.repetition = RepetitionDetector(detection)
+            for token in self.token_ids[prompt:]:
+                self.repetition.add(token)
 
     @property
     def num_pending(self) -> int:

@@ -32,41 +32,19 @@ from quire.types.step import StepPlan, StepResult
 class Scheduler:
     def __init__(
         self,
+        limits: Limits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        long_prefill_token_threshold: int,
         policy: str,
-        max_model_len: int,
         kv: KVCacheManager,
         shares: TokenShares | None = None,
         drafting: NoDrafts | None = None,
         adapters: NoAdapterSlots | None = None,
-        max_num_drafts: int | None = None,
-        num_stages: int = 1,
-        query_tile: int = 1,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
-        most_drafts = max_num_batched_tokens if max_num_drafts is None else max_num_drafts
-        limits = Limits(
-            max_num_seqs,
-            max_num_batched_tokens,
-            long_prefill_token_threshold,
-            max_model_len,
-            most_drafts,
-            num_stages,
-            query_tile,
-        )
-        self._state = SchedulerState(
-            limits,
-            kv,
-            make_queue(policy),
-            shares or TokenShares(),
-            drafting or NoDrafts(),
-            adapters or NoAdapterSlots(),
-        )
-        self._most_tokens = max_num_batched_tokens
+        parts = (shares or TokenShares(), drafting or NoDrafts(), adapters or NoAdapterSlots())
+        self._state = SchedulerState(limits, kv, make_queue(policy), *parts)
+        self._most_tokens = limits.max_num_batched_tokens
         self._num_arrivals = 0
         self._next_step_id = 0
 

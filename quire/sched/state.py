@@ -28,7 +28,7 @@ class Limits:
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
     max_model_len: int
-    max_num_drafts: int  # of all requests in a step
+    max_num_drafts: int = 1 << 30  # of all requests in a step
     num_stages: int = 1  # of a pipeline, each of which computes another step
     query_tile: int = 1  # queries that a kernel of attention computes together
 
@@ -41,53 +41,32 @@ class Chunk:
     num_preemptions: int  # the request's, when planned: tells whether the result still counts
 
 
+@dataclass(slots=True, eq=False)
 class StepDraft:
     """A step while it is being planned."""
 
-    __slots__ = (
-        "adapter_loads",
-        "budget",
-        "chunks",
-        "deltas",
-        "drafts",
-        "now",
-        "num_drafts",
-        "num_prompts",
-        "num_tokens",
-        "offers",
-        "out_of_blocks",
-        "pairs",
-        "predicted",
-        "prompt_tokens",
-        "proposals",
-        "query_tile",
-        "requests",
-        "retry",
-        "shares",
-        "starts",
-    )
-
-    def __init__(self, budget: int, now: float, query_tile: int = 1) -> None:
-        self.budget = budget
-        self.query_tile = query_tile
-        self.now = now
-        self.requests: list[Request] = []
-        self.num_tokens: list[int] = []  # parallel to requests
-        self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk
-        self.drafts: dict[int, list[int]] = {}  # index into requests -> tokens to verify
-        self.offers: Sequence[Offer] = ()  # guesses, of which some are drafts
-        self.predicted: set[int] = set()  # indices whose drafts are of the request's own prediction
-        self.proposals: dict[int, int] = {}  # index into requests -> tokens that the worker's drafter is to propose
-        self.starts: list[RowStart] = []
-        self.adapter_loads: list[AdapterLoad] = []
-        self.deltas = BlockDeltas()
-        self.out_of_blocks = False  # some request was preempted, or waits, for lack of them
-        self.retry = False
-        self.shares: dict[Request, int] = {}  # tokens that prompts are to get, where they were decided beforehand
-        self.num_drafts = 0  # of all requests
-        self.num_prompts = 0  # requests that more is computed of than the token sampled last
-        self.prompt_tokens = 0  # theirs
-        self.pairs = 0.0  # of these tokens and those before them
+    budget: int
+    now: float
+    query_tile: int = 1
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)  # parallel to requests
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # index into requests -> chunk
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # index into requests -> tokens to verify
+    offers: Sequence[Offer] = ()  # guesses, of which some are drafts
+    predicted: set[int] = field(default_factory=set)  # indices whose drafts are of the request's own prediction
+    proposals: dict[int, int] = field(default_factory=dict)
+    """Index into requests -> tokens that the worker's drafter is to propose."""
+    starts: list[RowStart] = field(default_factory=list)
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
+    deltas: BlockDeltas = field(default_factory=BlockDeltas)
+    out_of_blocks: bool = False  # some request was preempted, or waits, for lack of them
+    retry: bool = False
+    shares: dict[Request, int] = field(default_factory=dict)
+    """Tokens that prompts are to get, where they were decided beforehand."""
+    num_drafts: int = 0  # of all requests
+    num_prompts: int = 0  # requests that more is computed of than the token sampled last
+    prompt_tokens: int = 0  # theirs
+    pairs: float = 0.0  # of these tokens and those before them
 
     @property
     def work(self) -> StepWork:

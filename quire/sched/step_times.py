@@ -57,7 +57,7 @@ class StepTimes:
     """
 
     def __init__(self, prior: Prior | None = None, sizes: Sequence[int] = (), tile: int = 1) -> None:
-        """`sizes`: numbers of tokens that steps with prompts are padded to, up to the largest of them.
+        """`sizes`: numbers of tokens that mixed steps are padded to, up to the largest of them.
 
         `tile`: queries that a kernel of attention computes together.
         """

@@ -15,7 +15,7 @@ _LEAST = 16  # tokens; a smaller part of a prompt is not worth its row in a step
 _OLDEST_SHARE = 0.25  # of all prompt tokens, those that the oldest prompt gets at least
 _PROBED = 16  # one in this many steps that are cut to their target is cut to half, to see what that saves
 _FLAT, _STEEP = 0.8, 0.65  # parts of the time that half of the tokens take: too much, and fair
-_FILLED = 0.3  # part of the time for prompts that a step uses which gives others their first token
+_FILLED = 0.2  # part of the time for prompts that a step uses which gives others their first token
 _LOOK_AHEAD = 8  # waiting requests that room is kept for
 _FOR_MODE = {"interactivity": (1.5, 1.0)}  # stretch and patience
 

@@ -146,6 +146,7 @@ def first_output(
         num_accepted_predictions=num_accepted,
         num_rejected_predictions=num_rejected,
         routed_experts=routed,
+        num_without_state=request.num_without_state if first else 0,
     )
 
 

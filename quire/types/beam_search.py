@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from quire.types.errors import RequestError
@@ -51,12 +49,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-@dataclass(slots=True)
-class BeamSearchSequence:
+class BeamSearchSequence(msgspec.Struct, frozen=True):
     """One sequence: the prompt and what was found after it."""
 
     tokens: list[int]
-    logprobs: list[LogprobsAtPosition] = field(default_factory=list)
+    logprobs: list[LogprobsAtPosition] = []
     """For each token that was found, the candidates it was one of."""
     cum_logprob: float = 0.0
     text: str | None = None
@@ -65,8 +62,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
 
-@dataclass(slots=True)
-class BeamSearchOutput:
+class BeamSearchOutput(msgspec.Struct, frozen=True):
     """The best sequences for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]

@@ -32,3 +32,11 @@ class EngineState(msgspec.Struct, frozen=True):
     weights: str  # digest of the weights that were put in place of those it started with; "" until then
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """How far the reading of an adapter is."""
+
+    is_read: bool
+    error: str | None = None  # why it cannot be served
+    is_away: bool = False  # the engine sleeps, or its weights change

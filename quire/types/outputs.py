@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -36,6 +35,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     num_accepted_predictions: int = 0  # tokens of the request's prediction that were verified and held
     num_rejected_predictions: int = 0  # those that did not
     routed_experts: RoutedExperts | None = None
+    num_without_state: int = 0  # sent with the first output: prompt tokens cached but for a state to go on from
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -71,8 +71,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats | None = None
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
@@ -81,8 +80,7 @@ class Logprob:
 LogprobsAtPosition = dict[int, Logprob]
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One completion of a prompt, as far as it has been generated."""
 
     index: int
@@ -103,18 +101,17 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestMetrics:
-    """Times on the frontend's monotonic clock, in seconds."""
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """How a request went. Times are on the frontend's monotonic clock, in seconds."""
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
     queue_time: float | None = None  # seconds from arrival until the engine first planned it
+    num_without_state: int = 0  # prompt tokens that were cached, but for a state of recurrent layers to go on from
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """The result of one prompt; `outputs` has one entry per completion asked for with `n`."""
 
     request_id: str
@@ -123,20 +120,18 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    metrics: RequestMetrics = RequestMetrics()
     num_cached_tokens: int | None = None
     pooled: Pooled | None = None  # of a request that pools, which has no completions' tokens
 
 
-@dataclass(slots=True)
-class PoolingOutput:
+class PoolingOutput(msgspec.Struct, frozen=True):
     """What was read of a prompt: a vector [size], or one for each token [num_tokens, size]; float32."""
 
     data: NDArray[np.float32]
 
 
-@dataclass(slots=True)
-class EmbeddingOutput:
+class EmbeddingOutput(msgspec.Struct, frozen=True):
     embedding: list[float]
 
     @property
@@ -144,8 +139,7 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
-@dataclass(slots=True)
-class ClassificationOutput:
+class ClassificationOutput(msgspec.Struct, frozen=True):
     """A value for each class: probabilities, unless the model or the request says otherwise."""
 
     probs: list[float]
@@ -155,15 +149,13 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(slots=True)
-class ScoringOutput:
+class ScoringOutput(msgspec.Struct, frozen=True):
     """How well two texts go together."""
 
     score: float
 
 
-@dataclass(slots=True)
-class PoolingRequestOutput(Generic[PooledT]):
+class PoolingRequestOutput(msgspec.Struct, Generic[PooledT], frozen=True):
     """The result of one prompt that was pooled. Names follow vLLM's class of the same name."""
 
     request_id: str

@@ -52,6 +52,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests with different salts never share cached blocks."""
     tenant: str | None = None
     """Whose request it is: outputs of one tenant are never drafts for another."""
+    session: int = 0
+    """Stands for the session that it is a part of, whose requests stay in one replica; 0: none."""
     prediction: list[int] = []
     """Tokens that the output is expected to be much like; they are drafts and change nothing else."""
     prompt_embeds: PromptEmbeds | None = None

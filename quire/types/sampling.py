@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -24,22 +25,31 @@ MAX_BAD_WORD_LENGTH = 1024  # characters
 MAX_THINKING_BUDGET = 1 << 40
 MAX_THINKING_MARK = 16  # tokens of a mark that begins or ends thinking
 
-_INTEGERS = (
-    *("n", "top_k", "seed", "max_tokens", "min_tokens", "thinking_token_budget"),
-    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "stream_interval"),
-)
-_OPTIONAL = frozenset(
-    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"}
+_INTEGERS = ("n", "top_k", "min_tokens", "stream_interval")
+_OPTIONAL_INTEGERS = (
+    *("seed", "max_tokens", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "thinking_token_budget"),
 )
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _BOOLEANS = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "speculate"),
     *("spaces_between_special_tokens", "include_stop_str_in_output"),
 )
+# Fields, the types that each may be of, and how that is said.
+_EXACT: tuple[tuple[str, frozenset[type], str], ...] = (
+    *((name, frozenset({int}), "an integer") for name in _INTEGERS),
+    *((name, frozenset({int, type(None)}), "an integer") for name in _OPTIONAL_INTEGERS),
+    *((name, frozenset({bool}), "True or False") for name in _BOOLEANS),
+)
+_DETECTION = "repetition_detection"
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
+_CHOICES = (
+    ("truncation_side", get_args(Side), "left or right"),
+    ("output_kind", get_args(OutputKind), "cumulative, delta or final_only"),
+)
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "sparse"]
 PoolingKind = Literal["cls", "last", "mean", "all", "step", "max"]
 Activation = Literal["none", "normalize", "sigmoid", "softmax", "relu", "log1p_relu"]
@@ -57,26 +67,14 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            value, field = getattr(self, name), f"repetition_detection.{name}"
+            value, field = getattr(self, name), f"{_DETECTION}.{name}"
             _require(type(value) is int and value >= 0, field, value, "an integer, 0 or more")
-        _require(
-            self.max_pattern_size <= MAX_PATTERN_SIZE,
-            "repetition_detection.max_pattern_size",
-            self.max_pattern_size,
-            f"at most {MAX_PATTERN_SIZE}",
-        )
-        _require(
-            self.min_pattern_size <= self.max_pattern_size,
-            "repetition_detection.min_pattern_size",
-            self.min_pattern_size,
-            f"at most max_pattern_size ({self.max_pattern_size})",
-        )
-        _require(
-            self.min_count >= 2 or self.max_pattern_size == 0,
-            "repetition_detection.min_count",
-            self.min_count,
-            "at least 2",
-        )
+        largest = self.max_pattern_size
+        within = largest <= MAX_PATTERN_SIZE
+        _require(within, f"{_DETECTION}.max_pattern_size", largest, f"at most {MAX_PATTERN_SIZE}")
+        least, allowed = self.min_pattern_size, f"at most max_pattern_size ({largest})"
+        _require(least <= largest, f"{_DETECTION}.min_pattern_size", least, allowed)
+        _require(self.min_count >= 2 or largest == 0, f"{_DETECTION}.min_count", self.min_count, "at least 2")
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
@@ -181,112 +179,84 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < MIN_TEMPERATURE
 
     def _check_types(self) -> None:
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            _require(type(value) is int or (value is None and name in _OPTIONAL), name, value, "an integer")
+        for name, kinds, allowed in _EXACT:
+            if type(value := getattr(self, name)) not in kinds:
+                _require(False, name, value, allowed)
         for name in _NUMBERS:
-            _require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
-        for name in _BOOLEANS:
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+            if not isinstance(value := getattr(self, name), int | float):
+                _require(False, name, value, "a number")
         for name in _LISTS:
-            value = getattr(self, name)
-            _require(
-                isinstance(value, tuple) or (value is None and name == "allowed_token_ids"), name, value, "a list"
-            )
+            is_list = isinstance(value := getattr(self, name), tuple)
+            if not is_list and (value is not None or name != "allowed_token_ids"):
+                _require(False, name, value, "a list")
         for name in ("stop", "bad_words"):
             strings = getattr(self, name)
             _require(all(isinstance(string, str) for string in strings), name, strings, "strings")
         bias = self.logit_bias
         numbers = bias is None or (isinstance(bias, dict) and all(isinstance(b, int | float) for b in bias.values()))
         _require(numbers, "logit_bias", bias, "a dict from token ids to numbers")
-        structured = self.structured_outputs
-        _require(
-            structured is None or isinstance(structured, StructuredOutputsParams),
-            "structured_outputs",
-            structured,
-            "StructuredOutputsParams(...)",
-        )
-        detection = self.repetition_detection
-        _require(
-            detection is None or isinstance(detection, RepetitionDetectionParams),
-            "repetition_detection",
-            detection,
-            "RepetitionDetectionParams(...)",
-        )
-        _require(self.truncation_side in get_args(Side), "truncation_side", self.truncation_side, "left or right")
-        _require(
-            self.output_kind in get_args(OutputKind),
-            "output_kind",
-            self.output_kind,
-            "cumulative, delta or final_only",
-        )
+        for name, kind in (("structured_outputs", StructuredOutputsParams), (_DETECTION, RepetitionDetectionParams)):
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                _require(False, name, value, f"{kind.__name__}(...)")
+        for name, choices, allowed in _CHOICES:
+            _require(getattr(self, name) in choices, name, getattr(self, name), allowed)
 
     def _check_values(self) -> None:
-        _require(self.n >= 1, "n", self.n, "at least 1")
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        _in_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1, 0 (both: keep all) or positive")
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _require(self.seed is None or -(1 << 63) <= self.seed < (1 << 64), "seed", self.seed, "a 64-bit integer")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1 or None")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"at most max_tokens ({self.max_tokens})",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or -1 <= value <= MAX_LOGPROBS, name, value, "-1 (all), 0 or positive")
-        budget = self.thinking_token_budget
-        _require(
-            budget is None or 0 <= budget <= MAX_THINKING_BUDGET, "thinking_token_budget", budget, "0 or positive"
-        )
-        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
-            raise RequestError(
-                f"logprob_token_ids holds {len(self.logprob_token_ids)} token ids; give at most"
-                f" {MAX_LOGPROB_TOKEN_IDS}",
-                "logprob_token_ids",
-            )
-        _require(
-            self.truncate_prompt_tokens is None
-            or self.truncate_prompt_tokens == -1
-            or self.truncate_prompt_tokens >= 1,
-            "truncate_prompt_tokens",
-            self.truncate_prompt_tokens,
-            "-1 (the model's limit) or positive",
-        )
-        _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")
-        _require(all(self.stop), "stop", self.stop, "strings that are not empty")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop holds {len(self.stop)} strings; give at most {MAX_STOP_STRINGS}", "stop")
-        _require(
-            not self.stop or self.detokenize, "stop", self.stop, "used with detokenize=True: it is matched in text"
-        )
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(
-                f"bad_words holds {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}", "bad_words"
-            )
+        for name, most, kind in _COUNTS:
+            count = len(getattr(self, name))
+            if count > most:
+                raise RequestError(f"{name} holds {count} {kind}; give at most {most}", name)
+        for name, holds, allowed in _RULES:
+            if (value := getattr(self, name)) is not None and not holds(value):
+                _require(False, name, value, allowed)
+        for name, low, high in _RANGES:
+            if not low <= (value := getattr(self, name)) <= high:
+                _require(False, name, value, f"between {low:g} and {high:g}")
+        most_tokens, least_tokens = self.max_tokens, self.min_tokens
+        if most_tokens is not None and least_tokens > most_tokens:
+            _require(False, "min_tokens", least_tokens, f"at most max_tokens ({most_tokens})")
+        in_text = not self.stop or self.detokenize
+        _require(in_text, "stop", self.stop, "used with detokenize=True: it is matched in text")
         longest = max(map(len, self.bad_words), default=0)
         if longest > MAX_BAD_WORD_LENGTH:
             raise RequestError(
                 f"bad_words holds a word of {longest} characters; give at most {MAX_BAD_WORD_LENGTH} of each",
                 "bad_words",
             )
-        _require(all(word.strip() for word in self.bad_words), "bad_words", self.bad_words, "words, not blanks")
-        _require(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids",
-            self.allowed_token_ids,
-            "None or a list with at least one token id",
-        )
         for token, bias in (self.logit_bias or {}).items():
             allowed = f"between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
             _require(abs(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{token}: {bias}", allowed)
+
+
+# What fields that are not None must be, and how that is said.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", lambda n: n >= 1, "at least 1"),
+    ("top_p", lambda p: 0.0 < p <= 1.0, "in (0, 1]"),
+    ("top_k", lambda k: k >= -1, "-1, 0 (both: keep all) or positive"),
+    ("seed", lambda seed: -(1 << 63) <= seed < (1 << 64), "a 64-bit integer"),
+    ("max_tokens", lambda count: count >= 1, "at least 1 or None"),
+    ("min_tokens", lambda count: count >= 0, "0 or more"),
+    ("logprobs", lambda count: -1 <= count <= MAX_LOGPROBS, "-1 (all), 0 or positive"),
+    ("prompt_logprobs", lambda count: -1 <= count <= MAX_LOGPROBS, "-1 (all), 0 or positive"),
+    ("thinking_token_budget", lambda count: 0 <= count <= MAX_THINKING_BUDGET, "0 or positive"),
+    ("truncate_prompt_tokens", lambda count: count == -1 or count >= 1, "-1 (the model's limit) or positive"),
+    ("stream_interval", lambda count: count >= 1, "at least 1"),
+    ("stop", all, "strings that are not empty"),
+    ("bad_words", lambda words: all(word.strip() for word in words), "words, not blanks"),
+    ("allowed_token_ids", bool, "None or a list with at least one token id"),
+)
+_RANGES = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    ("temperature", 0.0, MAX_TEMPERATURE),
+    ("min_p", 0.0, 1.0),
+)
+_COUNTS = (
+    ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS, "token ids"),
+    ("stop", MAX_STOP_STRINGS, "strings"),
+    ("bad_words", MAX_BAD_WORDS, "words"),
+)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -311,6 +281,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """What is done to the result; None: `normalize`, unless use_activation is False."""
     label_token_ids: tuple[int, ...] = ()
     """Classes are these tokens: a class's value is the logit of its token. Of two, the second's minus the first's."""
+    skip_token_ids: tuple[int, ...] = ()
+    """Of token_embed: tokens without a vector."""
     second_text_at: int | None = None
     """Index of the first token of the second text of a pair, where the model's tokens have types."""
 
@@ -322,19 +294,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         size, tag = self.dimensions, self.step_tag_id
         _require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
         _require(tag is None or (type(tag) is int and tag >= 0), "step_tag_id", tag, "a token id")
-        keep = self.truncate_prompt_tokens
-        _require(
-            keep is None or (type(keep) is int and (keep == -1 or keep >= 1)),
-            "truncate_prompt_tokens",
-            keep,
-            "-1 (the model's limit) or positive",
-        )
+        keep, allowed = self.truncate_prompt_tokens, "-1 (the model's limit) or positive"
+        is_count = keep is None or (type(keep) is int and (keep == -1 or keep >= 1))
+        _require(is_count, "truncate_prompt_tokens", keep, allowed)
 
 
 def _require(condition: bool, field: str, value: object, allowed: str) -> None:
     if not condition:
         raise RequestError(f"{field} is {value!r} but must be {allowed}", field)
-
-
-def _in_range(field: str, value: float, low: float, high: float) -> None:
-    _require(low <= value <= high, field, value, f"between {low:g} and {high:g}")

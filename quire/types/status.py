@@ -5,7 +5,7 @@ from __future__ import annotations
 OK = 0
 BAD_LOGITS = 1
 NO_TOKEN = 2
-OVERFLOW = 3
+OVERFLOWS = 3
 
 MESSAGES = {
     BAD_LOGITS: "the model produced NaN or infinite logits; the weights or the dtype are unsuitable",
@@ -13,5 +13,5 @@ MESSAGES = {
         "no token may be chosen: allowed_token_ids, bad_words, min_tokens and the grammar exclude every token; "
         "loosen one of them"
     ),
-    OVERFLOW: "the logits overflow; use less extreme logit_bias or repetition_penalty",
+    OVERFLOWS: "the logits overflow; use less extreme logit_bias or repetition_penalty",
 }

@@ -25,6 +25,7 @@ from quire.engine.process import serve
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Limits
 from quire.types.errors import ModelNotFoundError
 from quire.types.messages import EngineInfo
 from quire.types.step import StepPlan
@@ -82,11 +83,13 @@ def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, Engine
     num_blocks = MAX_NUM_SEQS * max_model_len // 16 + 1
     layout = plan_layout([LayerKV("full", None, 4)], 16)
     scheduler = Scheduler(
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=256,
-        long_prefill_token_threshold=128,
+        Limits(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=256,
+            long_prefill_token_threshold=128,
+            max_model_len=max_model_len,
+        ),
         policy="fcfs",
-        max_model_len=max_model_len,
         kv=KVCacheManager(layout, num_blocks, True),
     )
     device = FakeDevice(FakeExecutor(layout, num_blocks, MAX_NUM_SEQS), 0.002 if "slow" in words else 0.0)

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -47,6 +48,19 @@ def test_closing_its_stdin_asks_it_to_leave() -> None:
     child.stop(20.0)
     assert child.returncode == 0
     child.close()
+    child.close()
+
+
+@pytest.mark.parametrize("work", ["pass", "time.sleep(0.1)"])
+def test_one_that_computes_without_heartbeats_does_not_stand_still(work: str) -> None:
+    """As one that holds Python's lock in a library; one that sleeps and gives none does."""
+    code = f"import os, sys, time\nos.write(int(sys.stdin.readline()), b'0')\nwhile True: {work}"
+    child = EngineChild(python(code))
+    child.give_order(str(child.beat_fd).encode())
+    assert select.select([child._beats], [], [], 20)[0]
+    found = [child.stands_still(4) for _ in range(12) if not time.sleep(0.1)]
+    assert any(found) == (work != "pass")
+    child.kill()
     child.close()
 
 

@@ -41,11 +41,9 @@ def _break(core: EngineCore, argument: str) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def verbs() -> Iterator[None]:
     """A verb is a line: these two are added here, and nothing else knows them."""
-    before = dict(VERBS._entries)
-    VERBS.register("stats", Verb(lambda core, _: core.stats(), result=EngineStats))
-    VERBS.register("break", Verb(_break, str))
-    yield
-    VERBS._entries, VERBS._resolved = before, {}
+    stats = Verb(lambda core, _: core.stats(), result=EngineStats)
+    with VERBS.with_entries({"stats": stats, "break": Verb(_break, str)}):
+        yield
 
 
 def make_client() -> InProcClient:
@@ -61,8 +59,9 @@ def test_a_reply_holds_the_result_or_says_what_is_wrong() -> None:
     assert obey(core, Command(3, "break", "user")) == Reply(3, error="there is no such thing; name another")
     assert obey(core, Command(4, "break", "bug")) == Reply(4, error="ZeroDivisionError('a bug')")
     assert obey(core, Command(5, "break", 3)).error == "Expected `str`, got `int`"
-    assert "unknown control verb 'dance'; known: break, console, pause, read_adapter, reset_prefix_cache" in str(
-        obey(core, Command(6, "dance")).error
+    assert (
+        "unknown control verb 'dance'; known: break, console, forget_adapter, pause, read_adapter, reset_prefix_cache"
+        in str(obey(core, Command(6, "dance")).error)
     )
     with pytest.raises(EngineDeadError):
         obey(core, Command(7, "break", "dead"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from quire.kv.manager import KVCacheManager
 from quire.sched.drafts import Drafter, Drafts
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import TokenShares
+from quire.sched.state import Limits
 from quire.sched.step_times import StepWork
 from quire.types.errors import EngineDeadError
 from quire.types.outputs import EngineOutput
@@ -67,20 +68,18 @@ def make_core(
     shares: TokenShares | None = None,
     clock: Callable[[], float] = time.monotonic,
     drafter: Drafter | None = None,
+    layers: Sequence[LayerKV] = (LayerKV("full", None, 4),) * 2,
 ) -> tuple[EngineCore, Device]:
-    layout = plan_layout([LayerKV("full", None, 4)] * 2, 4)
-    kv = KVCacheManager(layout, 65, True)
+    layout = plan_layout(layers, 4)
+    kv = KVCacheManager(layout, [65] * len(layout.pools), True)
     scheduler = Scheduler(
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        long_prefill_token_threshold=16,
+        Limits(max_num_seqs=8, max_num_batched_tokens=32, long_prefill_token_threshold=16, max_model_len=MAX_LEN),
         policy="fcfs",
-        max_model_len=MAX_LEN,
         kv=kv,
         shares=shares,
         drafting=None if drafter is None else Drafts(drafter),
     )
-    device = Device(FakeExecutor(layout, 65, 8))
+    device = Device(FakeExecutor(layout, [65] * len(layout.pools), 8))
     return EngineCore(scheduler, device, steps_in_flight, clock=clock), device
 
 

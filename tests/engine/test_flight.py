@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +31,9 @@ from quire.engine.flight import (
 from quire.engine.loop import EngineLoop
 from quire.replay.dumps import Flight, explain
 from quire.types.errors import TraceError
+from quire.types.request import AdapterRef, EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.structured import GrammarSource
 from tests.replay.runs import Device, drive, request, setup
 
 KILLED = """
@@ -82,6 +89,60 @@ def test_the_step_that_never_ended_is_named_with_what_each_request_did(tmp_path:
         assert "decoded a token in step 4" in line or f"computed {count} tokens of its prompt in step 4" in line
     assert any("waited for" in line for line in lines)
     assert core.log is not None
+
+
+def small(folder: Path, **limits: Any) -> tuple[EngineCore, EngineLoop, Callable[[str], str]]:
+    """An engine for prompts of 8 tokens, and what `quire explain` would say of one of its requests now."""
+    made = replace(setup(random.Random(3), depth=1), speculative=None, caches_prefixes=False, policy="fcfs", **limits)
+    log = flight_log(EngineConfig.from_flat(dump_dir=str(folder)), made.max_num_seqs)
+    core = EngineCore(made.make_scheduler(), Device(made, frozenset({"bad"})), 1, log=log)
+
+    def said(name: str) -> str:
+        (dump,) = folder.iterdir()
+        (line,) = (line for line in explain(Flight(dump)) if line.startswith(f"request {name}: "))
+        return line
+
+    return core, EngineLoop(core), said
+
+
+def ask(name: str, max_tokens: int = 30, **fields: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    token_ids = [*name.encode(), *[5] * 8][:8]
+    return EngineRequest(request_id=name, token_ids=token_ids, params=params, max_tokens=max_tokens, **fields)
+
+
+def test_why_requests_wait_is_said(tmp_path: Path) -> None:
+    core, loop, said = small(tmp_path, max_num_seqs=2, max_num_batched_tokens=40, pool_blocks=(40,))
+    core.log.took(ask("bound", grammar=GrammarSource("regex", "a+"), adapter=AdapterRef("a", "digest", "a")))
+    core.log.ready("other", "grammar")
+    assert "its grammar and its adapter was not ready" in said("bound")
+    core.log.ready("bound", "grammar")
+    assert "s: its adapter was not ready" in said("bound")
+    core.log.ready("bound", "adapter")
+    for name in ("a", "b", "c"):
+        loop.submit(ask(name))
+    for _ in range(3):
+        loop.run_once()
+    assert "all 2 rows were taken" in said("c")
+    core.hold.pause(True)
+    assert "s: the engine was paused" in said("c")
+    assert re.search(r"waited after step \d, with \d outputs: the engine was paused", said("a"))
+    core.hold.pause(False)
+    assert "all 2 rows were taken" in said("c")
+
+
+def test_short_blocks_and_preempted_requests_are_said(tmp_path: Path) -> None:
+    core, loop, said = small(tmp_path, max_num_seqs=4, max_num_batched_tokens=40, pool_blocks=(11,), max_model_len=40)
+    for name in ("a", "b", "c", "d"):
+        loop.submit(ask(name, 2 if name == "a" else 30))
+    while core.scheduler.state.blocked is None:
+        loop.run_once()
+    assert "had ended after step 2, with 2 outputs" in said("a")
+    why = r"KV blocks were short, \d of 10 were free"
+    assert re.search(rf"was preempted after step \d+, with \d+ outputs, and waited: {why} ", said("d"))
+    loop.submit(ask("late"))
+    loop.run_once()
+    assert re.search(rf"waited for [\d.]+ s: {why} ", said("late"))
 
 
 def _run(loop: EngineLoop) -> None:

@@ -59,7 +59,7 @@ class Preparing(Device):
         self.left, self.done = count, threading.Event()
         self.noted: list[int] = []
 
-    def prepare(self) -> bool:
+    def capture_next(self) -> bool:
         if not self.left:
             self.done.set()
             return False
@@ -75,10 +75,9 @@ def make_preparing(count: int) -> tuple[EngineCore, Preparing]:
     return core, device
 
 
-def test_an_idle_loop_prepares_until_all_is_done_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.loop._QUIET", 0.01)
+def test_an_idle_loop_prepares_until_all_is_done_and_then_sleeps() -> None:
     core, device = make_preparing(5)
-    loop = EngineLoop(core, debug_checks=True)
+    loop = EngineLoop(core, debug_checks=True, quiet=0.01)
     thread = threading.Thread(target=run, args=(loop,))
     thread.start()
     assert device.done.wait(20)
@@ -88,10 +87,9 @@ def test_an_idle_loop_prepares_until_all_is_done_and_then_sleeps(monkeypatch: py
     assert device.noted == [4, 3, 2, 1, 0]
 
 
-def test_work_comes_before_what_is_left_to_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.loop._QUIET", 0.0)
+def test_work_comes_before_what_is_left_to_prepare() -> None:
     core, device = make_preparing(1000)
-    loop = EngineLoop(core, debug_checks=True)
+    loop = EngineLoop(core, debug_checks=True, quiet=0.0)
     loop.submit(request("a", max_tokens=5))
     loop.stop(finish_work=True)
     results = run(loop)
@@ -99,10 +97,9 @@ def test_work_comes_before_what_is_left_to_prepare(monkeypatch: pytest.MonkeyPat
     assert device.noted == []
 
 
-def test_requests_that_follow_each_other_do_not_meet_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.loop._QUIET", 20.0)
+def test_requests_that_follow_each_other_do_not_meet_preparations() -> None:
     core, device = make_preparing(1000)
-    loop = EngineLoop(core, debug_checks=True)
+    loop = EngineLoop(core, debug_checks=True, quiet=20.0)
     thread = threading.Thread(target=run, args=(loop,))
     thread.start()
     for number in range(20):

@@ -11,6 +11,7 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.recorder import Recorder
 from quire.engine.step_log import NO_LOG
+from quire.kv.layout import LayerKV
 from quire.types.console import ConsoleQuery, EngineView
 from quire.types.messages import Command
 from quire.types.request import EngineRequest
@@ -91,6 +92,21 @@ def test_the_map_names_the_owner_and_the_tree_the_shared_prefix() -> None:
     assert sum(node.parent == root.id for node in nodes) == 2
 
 
+def test_a_miss_for_want_of_a_state_is_told_as_that() -> None:
+    """Of a hybrid model: the blocks of attention are there, and no state is where the two prompts part."""
+    core, _ = make_core(layers=[LayerKV("full", None, 4), LayerKV("state", bytes_per_row=9)])
+    look(core)
+    core.add_request(request("first", prompt=list(range(20)), max_tokens=2))
+    run(core)
+    core.add_request(request("fork", prompt=[*range(8), *range(30, 42)], max_tokens=2))
+    run(core)
+    assert look(core).misses == {
+        "first prompt that begins like this": 16,
+        "cached, but without a state of recurrent layers to go on from": 8,
+        "differs from every cached prompt": 8,
+    }
+
+
 def test_why_prompts_were_not_cached() -> None:
     core, _ = make_core()
     look(core)
@@ -100,6 +116,7 @@ def test_why_prompts_were_not_cached() -> None:
     core.add_request(request("fork", prompt=[*range(8), *range(30, 42)], max_tokens=2))
     run(core)
     misses = look(core).misses
+    assert "recurrent" not in "".join(misses)
     assert misses["prompt shorter than one block"] == 2
     assert misses["first prompt that begins like this"] == 16
     assert misses["differs from every cached prompt"] == 8

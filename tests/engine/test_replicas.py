@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine import replicas as replicas_module
-from quire.engine import warming
+from quire.engine import warming, zmq_client
 from quire.engine.replicas import ReplicaClient
+from quire.engine.router import Router
 from quire.engine.warming import Told
 from quire.engine.zmq_client import ZmqClient
 from quire.types.console import ConsoleQuery, EngineView
@@ -84,6 +85,21 @@ def test_requests_go_to_the_replica_with_their_prefix_or_the_least_load() -> Non
     asyncio.run(run())
 
 
+def test_the_next_turn_goes_where_the_answer_was_generated_until_caches_are_reset() -> None:
+    async def run() -> None:
+        async with replicas() as client:
+            answers, talk = Answers(client), list(range(1, 17))
+            client.add_request(ask("a", talk, 100))
+            await answers.read_until(lambda: "a" in answers.ends)
+            turn = [*talk, *answers.tokens["a"], 7, 8]
+            names = client._names(ask("b", turn))
+            assert client._router._hits(names)[0] == 7  # blocks of 16 tokens, of 116
+            await client.call_async("reset_prefix_cache")
+            assert client._router._hits(names) == [0, 0]
+
+    asyncio.run(run())
+
+
 def test_the_console_sees_the_requests_and_blocks_of_all_replicas() -> None:
     async def scenario() -> None:
         async with replicas() as client:
@@ -123,6 +139,31 @@ def test_requests_go_on_when_their_replica_dies() -> None:
                     await asyncio.sleep(0.02)
             assert victim not in client.pids
             assert client.stats.prompt_tokens >= 6 * 40 + 6 * 8  # those of the dead replica count on
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_stopped_is_replaced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_client, "TICK", 0.3)
+    monkeypatch.setattr(zmq_client, "STILL_AFTER", 2)
+
+    async def run() -> None:
+        async with replicas() as client:
+            answers = Answers(client)
+            prompts = {f"r{index}": [5 + index] * 40 for index in range(4)}
+            for name, prompt in prompts.items():
+                client.add_request(ask(name, prompt, 600))
+            await answers.read_until(lambda: len(answers.tokens) == 4)
+            victim, other = client.pids
+            os.kill(victim, signal.SIGSTOP)
+            await answers.read_until(lambda: len(answers.ends) == 4)
+            assert answers.ends == dict.fromkeys(prompts)
+            assert answers.tokens == {
+                name: generate_alone(ask("x", prompt, 600), 4096)[0] for name, prompt in prompts.items()
+            }
+            await until(lambda: len(client.pids) == 2)
+            assert other in client.pids
+            assert victim not in client.pids
 
     asyncio.run(run())
 
@@ -204,6 +245,41 @@ def test_a_replica_that_goes_finishes_what_it_has(caplog: pytest.LogCaptureFixtu
     assert "replica 1 has left; 0 requests go on in others" in caplog.text
 
 
+def test_a_replica_is_drained_by_its_number_and_comes_back() -> None:
+    """What it has not finished in time goes on elsewhere; the others keep their processes."""
+
+    async def run() -> None:
+        async with replicas(2) as client:
+            answers, (first, other) = Answers(client), client.pids
+            prompts = {f"r{index}": [30 + index] * 40 for index in range(4)}
+            for name, prompt in prompts.items():
+                client.add_request(ask(name, prompt, 600))
+            await answers.read_until(lambda: len(answers.tokens) == 4)
+            with pytest.raises(EngineError, match="replica 1 is not drained"):
+                await client.restore(1)
+            await client.drain(0, 0.1)
+            assert client.pids == [other]
+            assert {holder(client, name) for name in prompts} == {1}
+            for wrong, why in ((0, "it does not run"), (1, "no other one takes"), (2, "it does not run")):
+                with pytest.raises(EngineError, match=f"replica {wrong} cannot be drained: {why}"):
+                    await client.drain(wrong, 0.1)
+            await answers.read_until(lambda: len(answers.ends) == 4)
+            assert answers.tokens == {
+                name: generate_alone(ask("x", prompt, 600), 4096)[0] for name, prompt in prompts.items()
+            }
+            await client.restore(0)
+            assert client.pids[1] == other
+            assert client.pids[0] != first
+            client.add_request(ask("new", [9] * 40))
+            assert holder(client, "new") == 0
+            await answers.read_until(lambda: "new" in answers.ends)
+            await client.drain(0, LIMIT)
+            with pytest.raises(EngineError, match="none of the first 1 replicas runs"):
+                await client.resize(1, LIMIT)
+
+    asyncio.run(run())
+
+
 def test_a_replica_that_cannot_come_or_dies_as_it_goes_costs_nothing() -> None:
     """One that does not start leaves the others as they are; one that is to go is not launched again."""
 
@@ -233,14 +309,66 @@ def test_a_replica_that_cannot_come_or_dies_as_it_goes_costs_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_kills_replicas_is_refused_at_last() -> None:
+def test_only_the_request_that_kills_replicas_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bystanders share every replica that it kills, and go on once it is found: halves are tried in one replica."""
+
+    def first_open(router: Router, names: Sequence[int], num_tokens: int, session: int = 0) -> tuple[int, int]:
+        return router._closed.index(False), 0
+
+    monkeypatch.setattr(Router, "choose", first_open)
+    monkeypatch.setattr(replicas_module, "_BACKOFF", 0.01)
+    bystanders = {f"calm{index}": [9 + index] * 40 for index in range(3)}
+
     async def run() -> None:
         async with replicas(3) as client:
             answers = Answers(client)
             client.add_request(ask("deadly", [EXIT]))
-            client.add_request(ask("calm", [9] * 40, 200))
-            await answers.read_until(lambda: "deadly" in answers.ends or client._dead.done())
-            assert "replicas died while they ran this request" in (answers.ends["deadly"] or "")
+            for name, prompt in bystanders.items():
+                client.add_request(ask(name, prompt))
+            await until(lambda: bool(client._trials.running))
+            client.add_request(ask("late", [8] * 40))  # served by the others meanwhile
+            await answers.read_until(lambda: "late" in answers.ends)
+            assert "deadly" not in answers.ends
+            await answers.read_until(lambda: len(answers.ends) == 5 or client._dead.done())
+            error = answers.ends.pop("deadly")
+            assert "died twice while it ran this request and no other, before its first token" in (error or "")
+            assert answers.ends == dict.fromkeys([*bystanders, "late"])
+            assert answers.tokens["calm2"] == generate_alone(ask("x", bystanders["calm2"]), 4096)[0]
+            await until(lambda: len(client.pids) == 3)
+            assert client._trial_replica < 0
+            assert not any(client._router._closed)
+
+    asyncio.run(run())
+    # Two with all of them, one with half of them, and two alone.
+    assert caplog.text.count(" died: ") == 5
+
+
+@pytest.mark.nightly
+def test_suspects_are_tried_in_a_replica_that_is_there_when_none_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        right, wrong = (EngineConfig.from_flat(model=model) for model in ("long,slow", "fail-at-start"))
+        launched = [0] * 3
+
+        def launch(index: int, _: int) -> ZmqClient:
+            launched[index] += 1
+            return ZmqClient(right if launched[index] == 1 else wrong, command=COMMAND)
+
+        monkeypatch.setattr(replicas_module, "_BACKOFF", 0.01)
+        client = ReplicaClient(3, launch)
+        try:
+            await client.wait_ready_async()
+            answers = Answers(client)
+            client.add_request(ask("deadly", [EXIT]))
+            client._open["deadly"].entry.num_deaths = 1  # as if it had died with others before
+            client.add_request(ask("calm", [9] * 40))
+            await answers.read_until(lambda: len(answers.ends) == 2)
+            assert "died twice" in (answers.ends["deadly"] or "")
+            assert answers.ends["calm"] is None
+        finally:
+            await client.stop_async()
+            client.shutdown()
 
     asyncio.run(run())
 

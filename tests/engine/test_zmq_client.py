@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import uvloop
 
 from quire.config.engine import EngineConfig
+from quire.engine import zmq_client
 from quire.engine.client import make_inproc_client
 from quire.engine.zmq_client import ZmqClient
 from quire.frontend.llm import LLM
@@ -138,6 +140,52 @@ async def test_a_killed_process_is_noticed_at_once_by_all_who_wait() -> None:
     client.abort(["a"])
     client.dump_stacks()
     client.shutdown()
+
+
+@pytest.mark.parametrize("words", ["long", "hang-at-start"])
+async def test_a_process_that_is_stopped_is_ended_whether_it_serves_or_starts(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TICK", 0.3), ("STILL_AFTER", 2), ("STILL_AFTER_STARTING", 2)):
+        monkeypatch.setattr(zmq_client, name, value)
+    client = launch(words)
+    ready = asyncio.create_task(client.wait_ready_async())
+    if words == "long":
+        await ready
+        client.add_request(request("a", max_tokens=4000))
+    assert await asyncio.to_thread(select.select, [client._child._beats], [], [], LIMIT)  # it has begun
+    watch = Watch(client.pid)
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=rf"process {client.pid} stands still: it gave no heartbeat for 0.6 s"):
+        await asyncio.wait_for(finish_async(client) if words == "long" else ready, LIMIT)
+    watch.wait()
+    client.shutdown()
+
+
+def test_the_sync_face_sees_a_stopped_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_client, "TICK", 0.3)
+    monkeypatch.setattr(zmq_client, "STILL_AFTER", 2)
+    client = launch("long,slow")
+    client.wait_ready()
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="stands still"):
+        finish(client, [request("a", max_tokens=4000)])
+    client.shutdown()
+
+
+async def test_a_step_that_takes_long_is_no_hang() -> None:
+    """Heartbeats come while the engine's thread is in a step, and while it loads."""
+    lines: list[str] = []
+    serving, loading = launch(take_line=lines.append), launch("hang-at-start")
+    await serving.wait_ready_async()
+    serving.add_request(request("a", [STALL]))
+    while "stalling\n" not in lines:
+        await asyncio.sleep(0.01)
+    for client in (serving, loading):
+        for _ in range(4):
+            assert select.select([client._child._beats], [], [], LIMIT)[0]
+            assert not client._child.stands_still(1)
+        client.shutdown()
 
 
 async def test_an_idle_engine_is_also_seen_dying() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,13 @@ class Staircase(Sliding):
 
 
 @pytest.fixture
-def staircase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def staircase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack) -> None:
     (tmp_path / "added_kinds").mkdir()
     (tmp_path / "added_kinds" / "staircase.py").write_text(KIND)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("added_kinds", "added_kinds.staircase"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(KINDS, "_entries", dict(KINDS._entries))
-    monkeypatch.setattr(KINDS, "_resolved", dict(KINDS._resolved))
-    KINDS.register("staircase", "added_kinds.staircase:Staircase")
+    contexts.enter_context(KINDS.with_entries({"staircase": "added_kinds.staircase:Staircase"}))
 
 
 SETTINGS: dict[str, Any] = {

@@ -72,11 +72,18 @@ def test_states_get_what_rows_hold_and_what_checkpoints_are_given() -> None:
     layout = plan_layout([LayerKV("full", None, 1), LayerKV("state", bytes_per_row=1000)], 4)
     one = layout.bytes_for(100, 100)
     least = layout.num_blocks_for(one, 100, 100, num_rows=8)
-    assert least == (26, 8), "a request of 100 tokens, and the null blocks"
-    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8, checkpoints=30_000)[1] == 8 + 7 * 2 + 30
-    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8)[1] == 8 + 7 * 2 + 25
-    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=900, checkpoints=0)[1] == 8 + 50, "at most a half"
-    assert layout.num_blocks_for(one + 9_000, 100, 100, checkpoints=10**9) == (26, 8 + 9)
+    assert least == (26, 9), "a request of 100 tokens, and the null blocks"
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8, checkpoints=30_000)[1] == 9 + 7 * 2 + 30
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8)[1] == 9 + 7 * 2 + 25
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=900, checkpoints=0)[1] == 9 + 50, "at most a half"
+    assert layout.num_blocks_for(one + 9_000, 100, 100, checkpoints=10**9) == (26, 9 + 9)
+
+
+def test_a_layer_has_its_share_of_the_blocks_of_its_pool() -> None:
+    window = [LayerKV("sliding", 32, 64)] * 4
+    layout = plan_layout([*window, *[LayerKV("full", None, 64)] * 2, LayerKV("state", bytes_per_row=4096)], 16)
+    (tokens, states), found = layout.blocks_for(512, 64), layout.layer_bytes(512, 64)
+    assert found == {**dict.fromkeys(range(6), tokens * 2 * 16 * 64 // 6), 6: states * 4096}
 
 
 def test_two_windows_are_two_kinds() -> None:

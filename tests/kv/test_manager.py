@@ -316,6 +316,18 @@ def test_a_hit_needs_attention_blocks_and_a_checkpoint() -> None:
     kv.check_integrity([sequence])
 
 
+def test_only_models_with_states_miss_a_state() -> None:
+    """What a window has no block of is not there for want of a state."""
+    prompt, found = list(range(40)), []
+    for kv in (make(MIXED, num_blocks=60), make_states()):
+        run_once(kv, request(prompt))
+        for group in kv._groups[1:]:
+            group.pool.cached[group.index].clear()
+        hit = kv.find_prefix(kv.open(request(prompt[:30])), prompt[:30])
+        found.append((hit.num_tokens, hit.num_without_state))
+    assert found == [(0, 0), (0, 28)]
+
+
 def test_where_attention_hits_further_a_checkpoint_is_left_for_the_next_one() -> None:
     kv = make_states()
     shared = list(range(13))
@@ -368,6 +380,14 @@ def test_the_end_of_the_first_message_is_a_checkpoint() -> None:
     assert hit_length(kv, request([*system, *range(50, 60)])) == 8
 
 
+def test_the_end_of_the_last_message_is_a_checkpoint() -> None:
+    """Behind it the prompt begins the answer, as the next turn may not tell it."""
+    kv = make_states()
+    asked = [*range(8), 99, *range(10, 19), 99, 19]
+    run_once(kv, request([*asked, *range(20, 30)], eos_token_ids=(98, 99)))
+    assert hit_length(kv, request([*asked, *range(50, 60)])) == 16
+
+
 def test_each_pool_must_have_room() -> None:
     kv = make_states(num_blocks=40, num_states=4)
     sequence = start(kv, request(range(6)))
@@ -377,5 +397,5 @@ def test_each_pool_must_have_room() -> None:
     assert kv.allocate(sequence, 0, 9, 0, BlockDeltas())
     assert not kv.allocate(sequence, 0, 13, 0, BlockDeltas()), "the state at 0 is still read"
     assert kv.allocate(sequence, 8, 13, 0, BlockDeltas())
-    assert kv.needed_and_present(100, 100) == (7, 3)
+    assert kv.needed_and_present(100, 100) == (8, 3)
     kv.check_integrity([sequence, other])

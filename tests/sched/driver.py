@@ -12,6 +12,8 @@ from quire.sched.adapters import AdapterSlots
 from quire.sched.drafts import Drafter, Drafts, NoDrafts
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
+from quire.sched.shares import TokenShares
+from quire.sched.state import Limits
 from quire.sched.step_times import StepTimes
 from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutput
@@ -60,21 +62,24 @@ class Driver:
         adapter_slots: int = 1,
         drafting: NoDrafts | None = None,
         num_stages: int = 1,
+        shares: TokenShares | None = None,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
         self.kv = KVCacheManager(layout, num_blocks, prefix_caching)
         self.scheduler = Scheduler(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=budget if threshold is None else threshold,
+            Limits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                long_prefill_token_threshold=budget if threshold is None else threshold,
+                max_model_len=max_model_len,
+                num_stages=num_stages,
+            ),
             policy=policy,
-            max_model_len=max_model_len,
             kv=self.kv,
-            shares=make_shares(step_time, "balanced", StepTimes()),
+            shares=shares or make_shares(step_time, "balanced", StepTimes()),
             adapters=AdapterSlots(((16, adapter_slots),)),
             drafting=drafting if drafter is None else Drafts(drafter),
-            num_stages=num_stages,
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget

@@ -10,6 +10,7 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import TokenShares
+from quire.sched.state import Limits
 from quire.sched.step_times import pairs_of
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -77,14 +78,16 @@ class Simulation:
         num_blocks: int = 40_000,
     ) -> None:
         self.scheduler = Scheduler(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=budget // 2,
+            Limits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                long_prefill_token_threshold=budget // 2,
+                max_model_len=200_000,
+                query_tile=device.tile,
+            ),
             policy=policy,
-            max_model_len=200_000,
             kv=KVCacheManager(plan_layout([LayerKV("full", None, 1)], BLOCK_SIZE), num_blocks, False),
             shares=shares,
-            query_tile=device.tile,
         )
         self.device, self.depth, self.budget = device, depth, budget
         self.now = 0.0

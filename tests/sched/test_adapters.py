@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from quire.sched.adapters import AdapterSlots
+from quire.sched.adapters import PATIENCE, AdapterSlots
 from quire.sched.request import Request
 from quire.types.request import AdapterRef
 
@@ -53,3 +53,21 @@ def test_nothing_is_kept_of_adapters_that_have_left() -> None:
         slots.give_back(request)
     assert len(slots._resident) == 1
     assert not slots._running
+
+
+def test_who_has_a_slot_passes_who_waits_for_one_but_not_for_ever() -> None:
+    slots = AdapterSlots(((8, 1),))
+    runs, waits, third = asking("a", 8), asking("b", 8), asking("c", 8)
+    slots.take(runs)
+    for step in range(3 * PATIENCE):
+        slots.begin()
+        assert not slots.may_start(waits)
+        assert slots.may_start(asking("a", 8)) == (step < PATIENCE)
+        assert not slots.may_start(third), "it needs a slot too, and came later"
+    slots.give_back(runs)
+    slots.begin()
+    assert slots.may_start(waits)
+    slots.take(waits)
+    slots.begin()
+    assert not slots.may_start(runs)
+    assert slots.may_start(asking("b", 8)), "the next to wait begins anew"

@@ -13,6 +13,7 @@ from quire.sched.draft_lengths import MeasuredLengths, Track
 from quire.sched.drafts import Drafter, Drafts
 from quire.sched.request import Request
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Limits
 from quire.sched.step_times import Prior, StepTimes
 from quire.types.step import StepPlan, StepResult
 from tests.sched.driver import FULL, make_request
@@ -96,11 +97,10 @@ def serve(batch: int, cost: Cost, drafter: Drafter | None, noise: float = 0.1, c
     layout = plan_layout(FULL, 16)
     drafting = None if drafter is None else Drafts(drafter, lengths=MeasuredLengths(StepTimes()))
     scheduler = Scheduler(
-        max_num_seqs=batch,
-        max_num_batched_tokens=4096,
-        long_prefill_token_threshold=4096,
+        Limits(
+            max_num_seqs=batch, max_num_batched_tokens=4096, long_prefill_token_threshold=4096, max_model_len=2048
+        ),
         policy="fcfs",
-        max_model_len=2048,
         kv=KVCacheManager(layout, batch * 40, False),
         drafting=drafting,
     )

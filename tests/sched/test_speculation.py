@@ -11,7 +11,7 @@ import pytest
 import tests.fakes
 from quire.config.groups import SpeculativeConfig
 from quire.kv.layout import LayerKV
-from quire.sched.drafters.make import make_drafting
+from quire.sched.drafters.registry import make_drafting
 from quire.sched.drafts import Drafts, NoDrafts
 from quire.sched.step_times import StepTimes
 from quire.types.request import EngineRequest

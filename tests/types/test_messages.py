@@ -1,11 +1,15 @@
-"""What crosses between a client, its engine and its worker is built once and only read afterwards."""
+"""What crosses between a client, its engine and its worker, or to a caller, is built once and only read later."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Iterator
 
 import msgspec
 
+import quire.types
 from quire.types.messages import FromEngine, ToEngine
 from quire.types.step import StepPlan, StepResult
 
@@ -36,3 +40,16 @@ def test_messages_are_frozen_to_the_last_part() -> None:
         s.__name__ for s in found
     }
     assert [struct.__name__ for struct in found if not struct.__struct_config__.frozen] == []
+
+
+def test_all_types_of_the_package_are_frozen() -> None:
+    modules = [
+        importlib.import_module(f"quire.types.{found.name}") for found in pkgutil.iter_modules(quire.types.__path__)
+    ]
+    own = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    structs = [each for each in own if issubclass(each, msgspec.Struct) and each is not msgspec.Struct]
+    plain = [each for each in own if dataclasses.is_dataclass(each)]
+    assert {"RequestOutput", "CompletionOutput", "BeamSearchOutput", "Logprob"} <= {each.__name__ for each in structs}
+    mutable = [each.__name__ for each in structs if not each.__struct_config__.frozen]
+    mutable += [each.__name__ for each in plain if not each.__dataclass_params__.frozen]
+    assert mutable == []

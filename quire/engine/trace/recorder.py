@@ -119,7 +119,8 @@ class TraceRecorder(StepLog):
             if self._writer is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._writer = TraceWriter(self._path, self._header, self._size)
-            self._writer.write(records)
+            if self._writer.write(records):
+                self._rows = []  # a segment says them anew: the ones before it may be gone when it is read
         except (OSError, msgspec.MsgspecError) as error:
             self._is_over = True
             logger.warning("the trace %s ends here: %s; serving goes on without it", self._path, error)

@@ -13,10 +13,11 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.engine.setup import SchedulerSetup
+from quire.kv.hashing import root_hash
 from quire.sched.drafters.forced import Forced
 from quire.types.messages import AbortRequests, Command
 from quire.types.request import EngineRequest
-from quire.types.sampling import PoolingParams
+from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import StepPlan, StepResult
 
 FORMAT = 2
@@ -57,6 +58,7 @@ class TookRedacted(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prefix_hashes: list[bytes]
     priority: int
     pools: bool
+    may_reuse_prefix: bool = True
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -146,7 +148,7 @@ def redacted_name(request_id: str, salt: bytes) -> str:
 def redacted(request: EngineRequest, at: float, block_size: int, salt: bytes) -> TookRedacted:
     """What a plan of capacity needs of a request; equal prefixes have equal hashes, within one trace."""
     hashes: list[bytes] = []
-    parent = blake2b(_encode([request.cache_salt]), key=salt, digest_size=8).digest()
+    parent = blake2b(root_hash(request), key=salt, digest_size=8).digest()
     tokens = request.token_ids
     for begin in range(0, len(tokens) // block_size * block_size, block_size):
         parent = blake2b(parent + _encode(tokens[begin : begin + block_size]), key=salt, digest_size=8).digest()
@@ -161,4 +163,12 @@ def redacted(request: EngineRequest, at: float, block_size: int, salt: bytes) ->
         hashes,
         request.priority,
         isinstance(request.params, PoolingParams),
+        may_reuse_prefix(request.params),
     )
+
+
+def may_reuse_prefix(params: SamplingParams | PoolingParams) -> bool:
+    """Whether a fresh request may start from a prefix hit; see Request.may_reuse_prefix."""
+    if isinstance(params, PoolingParams):
+        return params.pooling == "last"
+    return params.prompt_logprobs is None and not params.return_routed_experts

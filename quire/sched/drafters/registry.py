@@ -1,4 +1,4 @@
-"""The methods of --speculative-config: some guess from tokens alone, for the others the worker proposes."""
+"""Who drafts in an engine: the methods of --speculative-config, and what the settings make of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 from quire.config.groups import SpeculativeConfig
 from quire.config.speculative import PROPOSING
-from quire.sched.drafts import Drafter
+from quire.sched.draft_lengths import MeasuredLengths
+from quire.sched.drafters.forced import Forced, ForcedDrafter
+from quire.sched.drafters.prediction import PredictionDrafter
+from quire.sched.drafts import Drafter, Drafts, NoDrafts
+from quire.sched.step_times import StepTimes
 from quire.utils.registry import Registry
 
 DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
@@ -19,3 +23,19 @@ DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
         **dict.fromkeys(PROPOSING, "proposed:ProposedDrafter"),
     },
 )
+
+
+def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> NoDrafts:
+    """Without settings, only the predictions that requests bring: they cost nothing where there are none.
+
+    `times` is used by nobody else; `forced` tells what a request's grammar leaves no choice about.
+    """
+    lengths = MeasuredLengths(times)
+    if config is None:
+        return Drafts(PredictionDrafter(), lengths=lengths)
+    if config.method == "none":
+        return NoDrafts()
+    drafters: list[Drafter] = [ForcedDrafter(forced), PredictionDrafter(config)]
+    if config.method != PredictionDrafter.name:
+        drafters.append(DRAFTERS.get(config.method)(config))
+    return Drafts(*drafters, most=config.num_speculative_tokens, lengths=lengths)
