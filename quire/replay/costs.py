@@ -8,7 +8,6 @@ once for all of them, and what the rows that sample take more than tokens of a p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     per_pair: float
     beside: float  # seconds that a step with prompts and rows that decode takes more than this adds up to
     host: Curve  # by rows: seconds between two steps in which the device may wait; outputs leave at their end
+    idle: float = 0.0  # seconds that a step takes more which no other step was prepared before
     delivery: float = 0.0  # seconds that a message takes between an engine and its client
+    sending: float = 0.0  # seconds between two requests that a client sends at once
     setup: SchedulerSetup
     environment: dict[str, Any]
     """Where, when and at which commit it was measured."""
@@ -52,10 +53,15 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
         context = self.per_context * (load.context - load.rows * self.decode_context)
         if not load.prompt_tokens:
             return max(1e-6, interpolated(self.decode, load.rows) + context)
-        seconds = interpolated(self.prefill, load.rows + load.prompt_tokens) + self.per_pair * load.pairs
+        seconds = interpolated(self.prefill, self._padded(load.rows + load.prompt_tokens))
+        seconds += self.per_pair * load.pairs
         # A prompt that was measured ended in its step, so that one row sampled.
         seconds += max(0.0, self._sampling(load.rows + load.ends) - self._sampling(1))
         return max(1e-6, seconds + context + self.beside if load.rows else seconds)
+
+    def _padded(self, num_tokens: int) -> int:
+        sizes = self.setup.step_sizes
+        return sizes[bisect_left(sizes, num_tokens)] if sizes and num_tokens <= sizes[-1] else num_tokens
 
     def _sampling(self, rows: int) -> float:
         """What rows that decode take more than as many tokens of a prompt: logits and the choice among them."""
@@ -71,7 +77,9 @@ def interpolated(curve: Curve, size: int) -> float:
         return curve[0][1]
     index = min(max(1, bisect_left(curve, (size, 0.0))), len(curve) - 1)
     (low, first), (high, second) = curve[index - 1], curve[index]
-    return first + (second - first) * (size - low) / (high - low)
+    # Behind the end a larger step is never said to be faster.
+    slope = (second - first) / (high - low)
+    return first + slope * (size - low) if size <= high else second + max(0.0, slope) * (size - high)
 
 
 def shipped_tables() -> dict[tuple[str, str], CostTable]:
@@ -106,11 +114,3 @@ def read_table(path: Path) -> CostTable:
         raise ConfigError(
             f"{str(path)!r} is not a cost table: {error}; `quire bench steps --table` writes one"
         ) from error
-
-
-def monotone(points: Sequence[tuple[int, float]]) -> Curve:
-    """A measured curve without its dents: a larger step is never said to be faster."""
-    curve: Curve = []
-    for size, seconds in sorted(points):
-        curve.append((size, max(seconds, curve[-1][1] if curve else 0.0)))
-    return curve

@@ -10,16 +10,22 @@ import msgspec
 
 from quire.engine.flight import (
     ABORTED,
+    BLOCKS,
     FAILED,
     FINISHED,
     HEADER_SIZE,
+    HOLDS,
     MAGIC,
     NAME,
+    NAMES_AT,
+    NEEDS,
     NUM_NAMES,
     NUM_STEPS,
     PHASES,
     PLANNED,
+    PREEMPTED,
     RUNNING,
+    SCHEDULER,
     STATE,
     STEP,
     WAITING,
@@ -37,6 +43,7 @@ class RequestFlight(msgspec.Struct):
     num_prompt_tokens: int
     max_tokens: int
     place: int
+    needs: tuple[str, ...]  # conditions that it was parked for
 
 
 class StepFlight(msgspec.Struct):
@@ -60,19 +67,21 @@ class Flight:
         self.info = msgspec.json.decode(content[len(MAGIC) : HEADER_SIZE].rstrip(b"\0"), type=FlightInfo)
         phase, self.step_id, self.at, _ = STATE.unpack_from(content, HEADER_SIZE)
         self.phase = PHASES[min(phase, len(PHASES) - 1)]
-        names = HEADER_SIZE + STATE.size
+        hold, block, self.num_free_blocks, self.num_blocks = SCHEDULER.unpack_from(content, HEADER_SIZE + STATE.size)
+        self.hold, self.block = HOLDS[hold], BLOCKS[block]
         self.requests: list[RequestFlight] = []
         by_slot: dict[int, str] = {}
         for slot in range(NUM_NAMES):
-            raw, arrival, tokens, prompt, most, place = NAME.unpack_from(content, names + slot * NAME.size)
+            raw, arrival, tokens, prompt, most, place, bits = NAME.unpack_from(content, NAMES_AT + slot * NAME.size)
             if raw.strip(b"\0"):
+                needs = tuple(name for index, name in enumerate(NEEDS) if bits >> index & 1)
                 by_slot[slot] = raw.rstrip(b"\0").decode(errors="replace")
-                self.requests.append(RequestFlight(by_slot[slot], arrival, tokens, prompt, most, place))
+                self.requests.append(RequestFlight(by_slot[slot], arrival, tokens, prompt, most, place, needs))
         self.requests.sort(key=lambda request: request.arrival)
-        self.steps = sorted(self._steps(content, names, by_slot), key=lambda step: step.step_id)
+        self.steps = sorted(self._steps(content, by_slot), key=lambda step: step.step_id)
 
-    def _steps(self, content: bytes, names: int, by_slot: dict[int, str]) -> Iterator[StepFlight]:
-        slot_size, begin = STEP.size + 5 * self.info.max_num_seqs, names + NUM_NAMES * NAME.size
+    def _steps(self, content: bytes, by_slot: dict[int, str]) -> Iterator[StepFlight]:
+        slot_size, begin = STEP.size + 5 * self.info.max_num_seqs, NAMES_AT + NUM_NAMES * NAME.size
         for slot in range(NUM_STEPS):
             at = begin + slot * slot_size
             step_id, planned, finished, outcome, count, _ = STEP.unpack_from(content, at)
@@ -128,9 +137,13 @@ def _doing(
     _, outputs, last_step = sums.get(request.request_id, (0, 0, -1))
     size = f"{request.num_prompt_tokens} prompt tokens, at most {request.max_tokens} outputs"
     if request.place == WAITING:
-        running = len(in_last)
-        why = f"all {running} rows are taken" if running >= flight.info.max_num_seqs else "it was not its turn"
-        return f"waited for {flight.at - request.arrival:.1f} s, {why} ({size})"
+        return f"waited for {flight.at - request.arrival:.1f} s: {_why(request, len(in_last), flight)} ({size})"
+    if request.place == PREEMPTED:
+        why = _why(request, len(in_last), flight)
+        return f"was preempted after step {last_step}, with {outputs} outputs, and waited: {why} ({size})"
+    is_computing = bool(flight.steps) and flight.steps[-1].outcome == PLANNED
+    if request.place == RUNNING and flight.hold and not is_computing:
+        return f"waited after step {last_step}, with {outputs} outputs: {_HELD[flight.hold]} ({size})"
     if request.place == ABORTED:
         return f"was aborted after {outputs} outputs ({size})"
     if request.request_id in in_last and request.place == RUNNING:
@@ -141,4 +154,28 @@ def _doing(
         return (
             f"ran, and was not in step {flight.step_id}; its last was {last_step}, after {outputs} outputs ({size})"
         )
-    return f"had ended or was preempted after step {last_step}, with {outputs} outputs ({size})"
+    return f"had ended after step {last_step}, with {outputs} outputs ({size})"
+
+
+_HELD = {
+    "paused": "the engine was paused",
+    "asleep": "the engine was asleep",
+    "sleep": "the engine was going to sleep",
+    "wake": "the engine was waking",
+    "update_weights": "the engine was getting other weights",
+}
+
+
+def _why(request: RequestFlight, num_running: int, flight: Flight) -> str:
+    """Why a request waited, in the order in which the engine looks at it."""
+    if request.needs:
+        return f"its {' and its '.join(request.needs)} was not ready"
+    if flight.hold:
+        return _HELD[flight.hold]
+    if flight.block == "retries":
+        return "a step had failed, and its requests ran alone first"
+    if num_running >= flight.info.max_num_seqs:
+        return f"all {num_running} rows were taken"
+    if flight.block:
+        return f"KV blocks were short, {flight.num_free_blocks} of {flight.num_blocks} were free"
+    return "it was not its turn"

@@ -10,11 +10,11 @@ from quire.config.engine import EngineConfig
 from quire.engine.build import make_conditions, make_grammars
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
-from quire.engine.trace.file import Trace
 from quire.engine.trace.records import Header
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.replay.steps import Comparison, ReplayedCore
+from quire.replay.trace import Trace
 from quire.types.errors import TraceError
 from quire.utils.phases import ignore_phase
 from quire.utils.version import VERSION

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
-from quire.engine.trace.file import Trace
 from quire.engine.trace.records import Took
+from quire.replay.trace import Trace
 from quire.replay.turns import recorded_outputs, turns
 from quire.types.errors import EngineDeadError, TraceError
 from quire.types.messages import Command

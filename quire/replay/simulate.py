@@ -36,14 +36,20 @@ class Clock:
 
 
 class Costs(Protocol):
-    """Seconds that a step keeps the device, that the host takes until it looks for messages again, and a message."""
+    """Seconds that a step keeps the device, that the host takes until it looks for messages again, and messages."""
 
     def seconds(self, load: StepLoad) -> float: ...
 
     def host_seconds(self, rows: int) -> float: ...
 
     @property
+    def idle(self) -> float: ...
+
+    @property
     def delivery(self) -> float: ...
+
+    @property
+    def sending(self) -> float: ...
 
 
 class SimulatedStep:
@@ -96,6 +102,8 @@ class SimulatedExecutor(Executor):
         else:
             load, token_ids, pooled = self._run(plan)
         seconds = self._costs.seconds(load)
+        if self._free_at <= self._clock.now:
+            seconds += self._costs.idle
         begin = max(self._clock.now, self._free_at)
         self._free_at = begin + seconds
         self.busy += seconds
@@ -176,6 +184,7 @@ class Simulation:
     """`arrivals` gives each request and when it is due, in order; there are at most `max_concurrency` clients.
 
     A client sends its next request when it has read the end of the one before: the engine has begun a step meanwhile.
+    Requests of the same moment are sent one after the other, so that an idle engine begins with the first of them.
     """
 
     setup: SchedulerSetup
@@ -194,6 +203,7 @@ class Simulation:
         self._open: dict[str, SimulatedRequest] = {}
         self._free_clients: list[float] = []  # since when each is free, of those that have sent something; a heap
         self._next = next(self.arrivals, None)
+        self._may_send = 0.0  # when what was sent last has left
 
     def run(self, watch: Watch) -> float:
         """Run to the end; the virtual seconds that it took."""
@@ -228,6 +238,7 @@ class Simulation:
 
     def _sent(self, due: float) -> float:
         """When the next request is sent: when it is due and a client is free; inf if none is until another ends."""
+        due = max(due, self._may_send)
         if len(self._open) + len(self._free_clients) < self.max_concurrency:
             return due
         return max(due, self._free_clients[0]) if self._free_clients else inf
@@ -240,6 +251,7 @@ class Simulation:
                 return
             if self._free_clients and len(self._open) + len(self._free_clients) >= self.max_concurrency:
                 heappop(self._free_clients)
+            self._may_send = sent + self.costs.sending
             request = make()
             self.log.took(request)
             one = self._open[request.request_id] = SimulatedRequest(request, sent)

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import scheduler_setup
 from quire.engine.core import EngineCore
 from quire.engine.step_log import StepLog
-from quire.engine.transport import Receiver, Sender, make_meeting
-from quire.replay.costs import CostTable, StepLoad, monotone
+from quire.replay.costs import CostTable, StepLoad, interpolated
+from quire.replay.transport_bench import Outbox, message_times
 from quire.replay.workload import simulated
+from quire.types.control import LiveLimits
 from quire.types.errors import BenchmarkError
-from quire.types.outputs import EngineOutputs
+from quire.types.request import EngineRequest
 from quire.types.step import StepPlan, StepResult
 from quire.utils.phases import ignore_phase
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 _PROMPT = 64  # tokens before rows that decode
-_REPEATS = 5
-_WARM = 2  # steps of a kind that are not counted: kernels are loaded, graphs captured
+_REPEATS = 4  # of a kind of step in a round; of fast steps as many as take `_SHORTEST`, up to `_MOST`
+_SHORTEST, _MOST = 0.15, 30
+_GROWTH = 48  # tokens that rows get while they are measured, at most
+_WARM = 2  # first steps of a kind, which are not counted: kernels are loaded, graphs captured
+_LONGEST = 1.0  # seconds for one kind of step in a round, unless one step takes longer
+_ALONE = 64  # tokens of a prompt that finds the device idle
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
-_CONTEXTS = (512, 2048, 8192)
-_MESSAGES = 200
+_CONTEXTS = (512, 1024, 2048, 4096, 8192)
+_CONTEXT_STEPS = 8  # prefill steps that rows with a long context may take
 _ENDLESS = 1 << 20  # tokens; such requests are aborted
 
 
@@ -84,11 +89,16 @@ class StepBench:
         depth = self.setup.steps_in_flight
         self._core = EngineCore(alone.make_scheduler(), self.executor, depth, clock=clock, log=self._watch)
         self._draw = random.Random(0)
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._outbox = Outbox()
         self._num_requests = 0
-        self._host: list[tuple[int, float]] = []
-        while self._core.prepare():  # what a server does while it is idle
+        self._samples: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
+        self._mixed: list[tuple[StepLoad, float]] = []
+        while self._core.capture_next():  # what a server does while it is idle
             pass
+
+    def close(self) -> None:
+        self.executor.shutdown()
+        self._outbox.close()
 
     def machine_name(self, found: dict[str, Any]) -> str:
         """What to call this machine: by its device."""
@@ -97,31 +107,65 @@ class StepBench:
         on_host = bool(description.kernel_path["instruction_set"])
         return f"{found['cpu']}, {found['cores']} cores" if on_host else description.kernel_path["device"]
 
-    def table(self, machine: str, model: str, environment: dict[str, Any]) -> CostTable:
-        budget, most_rows = self.setup.max_num_batched_tokens, self.setup.max_num_seqs
-        rows = [count for count in _ROWS if count <= most_rows and self._fits(count, _PROMPT + 16)]
-        decode = monotone([(count, self._decode(count, _PROMPT)) for count in rows])
-        sizes = [count for count in (*_TOKENS, budget) if count <= budget and self._fits(1, count + 1)]
-        prefill = monotone([(count, self._prefill(count)) for count in sorted(set(sizes))])
+    def table(self, machine: str, model: str, environment: dict[str, Any], seconds: float) -> CostTable:
+        """Measure every kind of step in rounds, for about `seconds`: a machine is not equally fast all the time."""
+        rows = [count for count in _ROWS if count <= self.setup.max_num_seqs and self._fits(count, _PROMPT + _GROWTH)]
+        sizes = self._sizes()
+        begin, num_rounds = time.perf_counter(), 0
+        while not num_rounds or (time.perf_counter() - begin) * (1 + 1 / num_rounds) < seconds:
+            num_rounds += 1
+            self._say(f"round {num_rounds}")
+            self._round(rows, sizes)
+        delivery, sending = message_times(self._request(_PROMPT, 1))
         table = CostTable(
             machine=machine,
             model=model,
-            decode=decode,
+            decode=[(count, self._typical("decode", count)) for count in rows],
             decode_context=_PROMPT + _WARM + _REPEATS // 2,
-            prefill=prefill,
-            per_context=self._per_context(rows),
-            per_pair=self._per_pair(sizes[-1]),
+            prefill=[(count, self._typical("prefill", count)) for count in sizes],
+            per_context=max(0.0, self._typical("context")),
+            per_pair=max(0.0, self._typical("pair")),
             beside=0.0,
-            host=monotone(self._host),
-            delivery=self._delivery(),
+            host=[(count, self._typical("host", count)) for count in rows],
+            delivery=delivery,
+            sending=sending,
             setup=self.setup,
             environment=environment,
         )
-        return msgspec.structs.replace(table, beside=self._beside(table))
+        # Less than nothing is what the machine's pace did to two medians.
+        beside = [max(0.0, seconds - table.seconds(load)) for load, seconds in self._mixed]
+        idle = self._typical("alone") - interpolated(table.prefill, _ALONE) if self._samples["alone",] else 0.0
+        return msgspec.structs.replace(
+            table, beside=statistics.median(beside) if beside else 0.0, idle=max(0.0, idle)
+        )
+
+    def _sizes(self) -> list[int]:
+        """Tokens of prompts that are measured: what steps are padded to, and where padding ends, are among them."""
+        padded, budget = self.setup.step_sizes, self.setup.max_num_batched_tokens
+        wanted = {*_TOKENS, *padded, *(size + 1 for size in padded[-1:]), budget}
+        return sorted(size for size in wanted if size <= budget and self._fits(1, size + 1))
+
+    def _round(self, rows: list[int], sizes: list[int]) -> None:
+        for count in rows:
+            steps = self._decode(count, _PROMPT)
+            self._samples["decode", count] += [step.seconds for step in steps]
+            self._samples["host", count] += [step.host for step in steps]
+        if self.setup.steps_in_flight == 1:
+            for size in sizes:
+                self._samples["prefill", size] += self._prefill(size)
+        else:
+            self._prefill_beside(sizes)
+        self._contexts(rows)
+        self._chunks(sizes)
+        self._beside(rows, sizes)
+        self._outbox.empty()
+
+    def _typical(self, *kind: object) -> float:
+        return statistics.median(self._samples[kind]) if self._samples[kind] else 0.0
 
     def _step(self) -> None:
         """A step of an engine process: its outputs are sent."""
-        self._encode(self._core.step())
+        self._outbox.send(self._core.step())
 
     def _fits(self, rows: int, length: int) -> bool:
         needed = self.setup.layout.blocks_for(length, self.setup.max_num_batched_tokens)
@@ -142,106 +186,112 @@ class StepBench:
                 self._step()
 
     def _submit(self, length: int, max_tokens: int) -> str:
-        self._num_requests += 1
-        most = min(max_tokens, self.setup.max_model_len - length - 1)
-        token_ids = self._draw.choices(range(min(4000, self.executor.description.vocab_size)), k=length)
-        request = simulated(f"bench-{self._num_requests}", token_ids, max(1, most))
+        request = self._request(length, max_tokens)
         for output in self._core.add_request(request):
             raise BenchmarkError(f"a step of {length} tokens cannot be measured: {output.error}")
         return request.request_id
 
-    def _decode(self, rows: int, length: int) -> float:
+    def _request(self, length: int, max_tokens: int) -> EngineRequest:
+        self._num_requests += 1
+        most = min(max_tokens, self.setup.max_model_len - length - 1)
+        token_ids = self._draw.choices(range(min(4000, self.executor.description.vocab_size)), k=length)
+        return simulated(f"bench-{self._num_requests}", token_ids, max(1, most))
+
+    def _decode(self, rows: int, length: int) -> list[_Step]:
         self._say(f"decode, {rows} rows of {length} tokens")
         with self._running(rows, length):
-            self._watch.steps.clear()
-            while len(self._watch.steps) < _WARM + _REPEATS:
+            for _ in range(_WARM):
                 self._step()
-            counted = self._watch.steps[_WARM : _WARM + _REPEATS]
-        if length == _PROMPT:
-            self._host.append((rows, statistics.median(step.host for step in counted)))
-        return statistics.median(step.seconds for step in counted)
-
-    def _prefill(self, tokens: int) -> float:
-        self._say(f"prefill, {tokens} tokens")
-        times = []
-        for _ in range(_WARM + (_REPEATS if tokens <= 1024 else 1)):
             self._watch.steps.clear()
+            begin = time.perf_counter()
+            while self._must_go_on(len(self._watch.steps), begin):
+                self._step()
+            return list(self._watch.steps)
+
+    def _prefill(self, tokens: int) -> list[float]:
+        """Seconds of steps with one prompt and nothing else."""
+        self._say(f"prefill, {tokens} tokens")
+
+        def one() -> float:
             self._submit(tokens, 1)
+            self._watch.steps.clear()
             while self._core.has_work():
                 self._step()
-            times.append(self._watch.steps[0].seconds)
-        return statistics.median(times[_WARM:])
+            return self._watch.steps[0].seconds
 
-    def _per_context(self, rows: list[int]) -> float:
-        """Seconds for each token that is read: from the longest contexts that fit."""
-        count = rows[min(3, len(rows) - 1)]
-        lengths = [length for length in _CONTEXTS if self._fits(count, length + 16)]
-        if not lengths:
-            return 0.0
-        longest, short = lengths[-1], self._decode(count, _PROMPT)
-        return max(0.0, self._decode(count, longest) - short) / (count * (longest - _PROMPT))
+        return self._repeated(one, not self._samples["prefill", tokens])
 
-    def _per_pair(self, budget: int) -> float:
-        """Seconds for each pair of a prompt token and one of a chunk before it."""
-        num_chunks = next((n for n in (4, 3, 2) if self._fits(1, n * budget + 1)), 1)
-        if num_chunks == 1:
-            return 0.0
-        self._say(f"prefill, {num_chunks} chunks of {budget} tokens")
+    def _prefill_beside(self, sizes: list[int]) -> None:
+        """Steps of these sizes, one token of each a row that decodes: the host prepares them while others run."""
+        for size in sizes[1:]:
+            self._say(f"prefill, {size} tokens beside another step")
+            with self._running(1, _PROMPT):
+                found = self._repeated(partial(self._mixed_step, size - 1), not self._samples["prefill", size])
+            self._samples["prefill", size] += found
+        self._samples["prefill", 1] = self._samples["decode", 1]
+        if _ALONE in sizes:
+            self._samples["alone",] += self._prefill(_ALONE)
+
+    def _mixed_step(self, tokens: int) -> float:
+        """Seconds of a step with a prompt of `tokens` tokens and the rows that decode."""
+        name = self._submit(tokens, 1)
         self._watch.steps.clear()
-        self._submit(num_chunks * budget, 1)
+        while name in self._core.scheduler.request_ids:
+            self._step()
+        return max(self._watch.steps, key=lambda step: max(step.num_tokens)).seconds
+
+    def _repeated(self, measure: Callable[[], float], is_new: bool) -> list[float]:
+        """What it measures some times; fewer if they take long."""
+        for _ in range(_WARM if is_new else 1):
+            measure()
+        begin, found = time.perf_counter(), [measure()]
+        while self._must_go_on(len(found), begin):
+            found.append(measure())
+        return found
+
+    def _must_go_on(self, count: int, begin: float) -> bool:
+        """Whether more samples are wanted of a kind, after `count` since `begin`."""
+        seconds = time.perf_counter() - begin
+        return not count or (count < _REPEATS and seconds < _LONGEST) or (count < _MOST and seconds < _SHORTEST)
+
+    def _contexts(self, rows: list[int]) -> None:
+        """Seconds for each token that is read: from the longest contexts that fit, and take few steps to compute."""
+        count = rows[min(2, len(rows) - 1)]
+        most = _CONTEXT_STEPS * self.setup.max_num_batched_tokens // count
+        lengths = [length for length in _CONTEXTS if length <= most and self._fits(count, length + _GROWTH)]
+        if lengths:
+            short, long = (
+                statistics.median(step.seconds for step in self._decode(count, length))
+                for length in (_PROMPT, lengths[-1])
+            )
+            self._samples["context",].append((long - short) / (count * (lengths[-1] - _PROMPT)))
+
+    def _chunks(self, sizes: list[int]) -> None:
+        """Seconds for each pair of a prompt token and one of a chunk before it."""
+        fitting = ((count, size) for size in reversed(sizes) for count in (4, 3) if self._fits(1, count * size + 1))
+        num_chunks, size = next(fitting, (1, 1))
+        if num_chunks == 1:
+            return
+        self._say(f"prefill, {num_chunks} chunks of {size} tokens")
+        scheduler, limits = self._core.scheduler, self._core.scheduler.live_limits
+        scheduler.set_limits(LiveLimits(max_num_batched_tokens=size))
+        self._watch.steps.clear()
+        self._submit(num_chunks * size, 1)
         while self._core.has_work():
             self._step()
-        first, last = self._watch.steps[0].seconds, self._watch.steps[num_chunks - 1].seconds
-        return max(0.0, last - first) / ((num_chunks - 1) * budget * budget)
+        scheduler.set_limits(limits)
+        first = self._watch.steps[0].seconds
+        for number, step in enumerate(self._watch.steps[1:num_chunks], 1):
+            self._samples["pair",].append((step.seconds - first) / (number * size * size))
 
-    def _beside(self, table: CostTable) -> float:
-        """Seconds that rows that decode and prompts take more in one step than `table` adds them up to."""
-        count = table.decode[min(3, len(table.decode) - 1)][0]
-        tokens = next((size for size, _ in reversed(table.prefill) if size <= 8 * count), 1)
+    def _beside(self, rows: list[int], sizes: list[int]) -> None:
+        """Steps of several rows that decode and a prompt."""
+        count = rows[min(3, len(rows) - 1)]
+        tokens = next((size for size in reversed(sizes) if size <= 8 * count), 1)
         if not self._fits(2 * count, tokens + 2 * _PROMPT) or count + tokens > self.setup.max_num_batched_tokens:
-            return 0.0
+            return
         self._say(f"{count} rows that decode beside a prompt of {tokens} tokens")
-        found = []
+        load = StepLoad(count, count * (_PROMPT + 2 * _REPEATS), tokens, ends=1)
         with self._running(count, _PROMPT):
-            for number in range(_WARM + _REPEATS):
-                self._watch.steps.clear()
-                name = self._submit(tokens, 1)
-                while name in self._core.scheduler.request_ids:
-                    self._step()
-                mixed = next(step for step in self._watch.steps if max(step.num_tokens) == tokens)
-                load = StepLoad(count, count * (_PROMPT + 2 * number + 2), tokens, ends=1)
-                found.append(mixed.seconds - table.seconds(load))
-        return statistics.median(found[_WARM:])
-
-    def _delivery(self) -> float:
-        """Half of what a message takes to another thread and back, over the transport of an engine."""
-        meeting, message = make_meeting(), EngineOutputs([])
-        decoder = msgspec.msgpack.Decoder(EngineOutputs)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        here, there = (
-            Receiver(context, address, meeting.token, decoder) for address in (meeting.client, meeting.engine)
-        )
-        to_there, to_here = (Sender(context, one.endpoint, meeting.token) for one in (there, here))
-
-        def echo() -> None:
-            for _ in range(_MESSAGES):
-                there.socket.poll()
-                while (got := there.receive()) is None:
-                    there.socket.poll()
-                to_here.send(got)
-
-        times = []
-        thread = threading.Thread(target=echo)
-        thread.start()
-        for _ in range(_MESSAGES):
-            begin = time.perf_counter()
-            to_there.send(message)
-            while here.receive() is None:
-                here.socket.poll()
-            times.append(time.perf_counter() - begin)
-        thread.join()
-        for end in (to_there, to_here, here, there):
-            end.close()
-        context.term()
-        meeting.remove()
-        return statistics.median(times) / 2
+            found = self._repeated(partial(self._mixed_step, tokens), not self._mixed)
+        self._mixed += [(load, seconds) for seconds in found]

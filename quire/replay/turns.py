@@ -56,17 +56,23 @@ def turns(records: Iterable[Record]) -> Iterator[Turn]:
 
 
 def recorded_outputs(records: Iterable[Record]) -> dict[str, list[int]]:
-    """The tokens that each request was given. Steps in flight behind a request's end may add some that it was not."""
+    """The tokens that each request was given. Steps in flight behind a request's end may add some that it was not.
+
+    Of a trace whose beginning is gone, these are the requests that started in what is left.
+    """
     owners: dict[int, str] = {}
     rows: list[int] = []
-    plans: dict[int, list[str]] = {}  # step in flight -> requests of its rows
+    plans: dict[int, list[str | None]] = {}  # step in flight -> requests of its rows
     outputs: dict[str, list[int]] = {}
     for record in records:
         if isinstance(record, Planned):
             owners.update(record.starts)
             rows = rows if record.rows is None else record.rows
-            plans[record.step_id] = [owners[row] for row in rows]
+            plans[record.step_id] = [owners.get(row) for row in rows]
         elif isinstance(record, Finished):
-            for name, token_ids in zip(plans.pop(record.step_id), record.token_ids, strict=True):
-                outputs.setdefault(name, []).extend(token_ids)
+            if (names := plans.pop(record.step_id, None)) is None:
+                continue
+            for name, token_ids in zip(names, record.token_ids, strict=True):
+                if name is not None:
+                    outputs.setdefault(name, []).extend(token_ids)
     return outputs

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
+from msgspec.structs import replace
+
 from quire.bench.load import arrival_times
-from quire.engine.trace.file import Trace
-from quire.engine.trace.records import Took, TookRedacted
+from quire.engine.trace.records import TookRedacted, may_reuse_prefix
+from quire.kv.hashing import root_hash
+from quire.replay.trace import Trace
 from quire.replay.turns import recorded_outputs, turns
 from quire.types.errors import ConfigError
 from quire.types.request import EngineRequest
@@ -79,31 +82,47 @@ class Workload:
         )
 
 
-def simulated(name: str, token_ids: list[int], num_outputs: int, priority: int = 0) -> EngineRequest:
+def simulated(
+    name: str, token_ids: list[int], num_outputs: int, priority: int = 0, cache_salt: str | None = None
+) -> EngineRequest:
     """A request that gives exactly this many tokens."""
-    params = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
     return EngineRequest(
-        request_id=name, token_ids=token_ids, params=params, max_tokens=num_outputs, priority=priority
+        request_id=name,
+        token_ids=token_ids,
+        params=SamplingParams(max_tokens=num_outputs, ignore_eos=True),
+        max_tokens=num_outputs,
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
 def trace_arrivals(trace: Trace) -> Arrivals:
-    """The requests of a trace when they came, each with as many outputs as it was given then."""
+    """The requests of a trace when they came, each with as many outputs as it was given then.
+
+    Of a trace whose beginning is gone, the load begins with the first request that is left.
+    """
     given = {name: len(ids) for name, ids in recorded_outputs(trace.records()).items()}
     block_size = trace.header.setup.layout.block_size
+    began: float | None = 0.0 if trace.is_whole else None
     for turn in turns(trace.records()):
         for took in turn.took:
             if isinstance(took, TookRedacted):
-                yield took.at, _redacted_maker(took, given.get(took.request_id, 1), block_size)
-            elif isinstance(took, Took) and isinstance(took.message, EngineRequest):
-                yield took.at, _recorded_maker(took.message, given.get(took.message.request_id, 1))
+                make = _redacted_maker(took, given.get(took.request_id, 1), block_size)
+            elif isinstance(took.message, EngineRequest):
+                make = _recorded_maker(took.message, given.get(took.message.request_id, 1))
+            else:
+                continue
+            began = took.at if began is None else began
+            yield took.at - began, make
 
 
 def _recorded_maker(request: EngineRequest, num_outputs: int) -> Callable[[], EngineRequest]:
+    """Requests share cached prefixes as the recorded ones did; an adapter is no more than a salt of them here."""
+
     def make() -> EngineRequest:
-        if isinstance(request.params, PoolingParams):
-            return request
-        return simulated(request.request_id, request.token_ids, max(1, num_outputs), request.priority)
+        salt = root_hash(request).hex() if may_reuse_prefix(request.params) else request.request_id
+        made = simulated(request.request_id, request.token_ids, max(1, num_outputs), request.priority, salt)
+        return replace(made, params=request.params) if isinstance(request.params, PoolingParams) else made
 
     return make
 
@@ -115,6 +134,10 @@ def _redacted_maker(took: TookRedacted, num_outputs: int, block_size: int) -> Ca
         token_ids = [int.from_bytes(h[:3], "little") for h in took.prefix_hashes for _ in range(block_size)]
         rest = took.num_tokens - len(token_ids)
         own = int.from_bytes(took.request_id.encode()[:3], "little")
-        return simulated(took.request_id, token_ids + [own] * rest, max(1, num_outputs), took.priority)
+        salt = None if took.may_reuse_prefix else took.request_id
+        made = simulated(took.request_id, token_ids + [own] * rest, max(1, num_outputs), took.priority, salt)
+        if not took.pools:
+            return made
+        return replace(made, params=PoolingParams(pooling="last" if took.may_reuse_prefix else "mean"))
 
     return make

@@ -11,10 +11,10 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.setup import SchedulerSetup
 from quire.engine.step_log import StepLog
-from quire.engine.trace.file import Trace
 from quire.engine.trace.recorder import TraceRecorder, make_recorder
 from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.steps import Comparison, ReplayedCore
+from quire.replay.trace import Trace
 from quire.sched.draft_lengths import EveryDraft, MeasuredLengths
 from quire.sched.drafts import Drafts
 from quire.sched.scheduler import Scheduler
@@ -110,7 +110,14 @@ def recorder(path: Path, made: SchedulerSetup, **tracing: object) -> TraceRecord
 
 
 def record(
-    seed: int, path: Path, *, num_requests: int = 8, dies: int = -1, depth: int | None = None, **tracing: object
+    seed: int,
+    path: Path,
+    *,
+    num_requests: int = 8,
+    dies: int = -1,
+    depth: int | None = None,
+    most_waiting: int = 1 << 30,
+    **tracing: object,
 ) -> tuple[Trace, frozenset[str]]:
     """Record a random schedule; the trace, and the requests that make their steps fail."""
     draw = random.Random(seed)
@@ -118,17 +125,17 @@ def record(
     poisoned = frozenset(f"r{i}" for i in range(num_requests) if draw.random() < 0.05)
     log = recorder(path, made, **tracing)
     core = EngineCore(make_scheduler(made), Device(made, poisoned, dies=dies), made.steps_in_flight, log=log)
-    drive(core, draw, num_requests)
+    drive(core, draw, num_requests, most_waiting)
     return Trace(path), poisoned
 
 
-def drive(core: EngineCore, draw: random.Random, num_requests: int) -> None:
-    """Let requests come, and some be aborted, at random moments."""
+def drive(core: EngineCore, draw: random.Random, num_requests: int, most_waiting: int = 1 << 30) -> None:
+    """Let requests come, and some be aborted, at random moments; none comes while this many wait."""
     loop = EngineLoop(core)
     arrivals = [request(draw, f"r{i}", draw.random() < 0.2) for i in range(num_requests)]
     try:
         while arrivals or loop.has_unfinished():
-            while arrivals and draw.random() < 0.5:
+            while arrivals and core.scheduler.num_waiting < most_waiting and draw.random() < 0.5:
                 loop.submit(arrivals.pop(0))
             if draw.random() < 0.05:
                 loop.submit(AbortRequests([f"r{draw.randrange(num_requests)}"]))
@@ -151,7 +158,8 @@ class MakeReplayed:
     def __call__(self, log: Comparison) -> ReplayedCore:
         made = self._trace.header.setup
         device = Device(made, self._poisoned, **self._faults)
-        return ReplayedCore(make_scheduler(made), device, made.steps_in_flight, log=log)
+        scheduler = self.scheduler = make_scheduler(made)
+        return ReplayedCore(scheduler, device, made.steps_in_flight, log=log)
 
     def plain(self, log: StepLog | None = None) -> EngineCore:
         made = self._trace.header.setup

@@ -10,8 +10,8 @@ from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
 from quire.engine.loop import EngineLoop
-from quire.engine.trace.file import Trace
 from quire.engine.trace.records import Ready
+from quire.replay.trace import Trace
 from quire.types.control import WeightsUpdate
 from quire.types.messages import AbortRequests, Command
 from quire.types.request import EngineRequest

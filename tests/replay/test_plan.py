@@ -6,9 +6,11 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,18 +19,20 @@ from quire.cli.main import main
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.step_log import StepLog
-from quire.engine.trace.file import Trace
-from quire.engine.trace.records import Finished, Planned, Took, plan_digests
+from quire.engine.trace.file import TraceWriter
+from quire.engine.trace.records import Finished, Planned, Record, Took, plan_digests
 from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.capacity import OBJECTIVES, best_of, measure, variants, with_settings
 from quire.replay.costs import CostTable, StepLoad, interpolated, shipped_tables
 from quire.replay.pictures import capacity_picture
 from quire.replay.simulate import SimulatedRequest, Simulation
-from quire.replay.turns import turns
+from quire.replay.trace import Trace
+from quire.replay.turns import recorded_outputs, turns
 from quire.replay.workload import Workload, simulated, trace_arrivals
 from quire.types.errors import ConfigError
 from quire.types.outputs import EngineOutputs
-from quire.types.request import EngineRequest
+from quire.types.request import AdapterRef, EngineRequest
+from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import StepPlan
 from tests.replay.runs import Device, record, recorder, setup
 
@@ -46,7 +50,7 @@ class Plans(StepLog):
 class MeasuredTimes:
     """The times of a recorded run, step by step."""
 
-    delivery = 0.0
+    idle = delivery = sending = 0.0
 
     def __init__(self, trace: Trace) -> None:
         begins = [turn.begin for turn in turns(trace.records()) if turn.planned and turn.begin is not None]
@@ -194,9 +198,36 @@ def test_a_client_sends_when_it_has_read_and_the_engine_has_begun_a_step_by_then
     assert third.first - third.due > slow.seconds(StepLoad(prompt_tokens=20, ends=1)) + 2 * 0.002
 
 
+def test_requests_of_one_moment_are_sent_in_turn_so_an_idle_engine_begins_with_the_first(table: CostTable) -> None:
+    plans, seen = Plans(), Seen()
+    slow = msgspec.structs.replace(table, sending=0.0001)
+    Simulation(slow.setup, slow, Workload(num_prompts=4, input_len=20, output_len=2).arrivals(), log=plans).run(seen)
+    assert [len(plan.starts) for plan in plans.plans[:2]] == [1, 3]
+    assert [seen.ended[str(index)].due for index in range(4)] == pytest.approx([0.0, 0.0001, 0.0002, 0.0003])
+
+
+def test_a_step_that_finds_the_device_idle_takes_longer(table: CostTable) -> None:
+    def seconds(depth: int, idle: float) -> float:
+        costs = msgspec.structs.replace(table, idle=idle)
+        load = Workload(num_prompts=1, input_len=100, output_len=11)
+        return measure(replace(table.setup, steps_in_flight=depth), costs, load.arrivals()).duration_s
+
+    assert seconds(1, 0.003) == pytest.approx(seconds(1, 0.0) + 11 * 0.003)
+    assert seconds(2, 0.003) == pytest.approx(seconds(2, 0.0) + 0.003), "others are prepared while one runs"
+
+
+def test_steps_with_prompts_cost_what_they_are_padded_to(table: CostTable) -> None:
+    padded = msgspec.structs.replace(table, setup=replace(table.setup, step_sizes=(32, 64)))
+    assert padded.seconds(StepLoad(prompt_tokens=33, ends=1)) == table.seconds(StepLoad(prompt_tokens=64, ends=1))
+    assert padded.seconds(StepLoad(prompt_tokens=65, ends=1)) == table.seconds(StepLoad(prompt_tokens=65, ends=1))
+    assert padded.seconds(StepLoad(8, 512)) == table.seconds(StepLoad(8, 512)), "decodes are measured by rows"
+
+
 def test_a_curve_is_straight_between_its_points_and_behind_them() -> None:
     curve = [(1, 1.0), (3, 2.0), (5, 6.0)]
     assert [interpolated(curve, size) for size in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+    dented = [(1, 1.0), (3, 5.0), (5, 4.0)]
+    assert [interpolated(dented, size) for size in (4, 5, 9)] == [4.5, 4.0, 4.0]
 
 
 def test_shared_prefixes_are_hit(table: CostTable) -> None:
@@ -241,6 +272,65 @@ def test_a_trace_is_a_load_also_when_it_is_redacted(tmp_path: Path, table: CostT
     found = [measure(table.setup, table, trace_arrivals(trace)) for trace in (plain, hidden)]
     assert found[0].completed == found[1].completed == 20
     assert found[0].output_tokens == found[1].output_tokens > 20
+
+
+@pytest.mark.parametrize("redact", [False, True])
+def test_a_trace_without_its_beginning_is_a_load(
+    tmp_path: Path, table: CostTable, monkeypatch: pytest.MonkeyPatch, redact: bool
+) -> None:
+    """Every request that is left has the outputs that the whole trace says, also where a segment cut its steps."""
+    written: list[Record] = []
+    write = TraceWriter.write
+
+    def keep(self: TraceWriter, records: Sequence[Record]) -> bool:
+        written.extend(records)
+        return write(self, records)
+
+    monkeypatch.setattr(TraceWriter, "write", keep)
+    trace, _ = record(
+        1, tmp_path / "trace", num_requests=150, most_waiting=2, trace_size=32 << 10, trace_redact=redact
+    )
+    assert not trace.is_whole
+    whole, left = recorded_outputs(written), recorded_outputs(trace.records())
+    arrivals = [(at, make()) for at, make in trace_arrivals(trace)]
+    names = [made.request_id for _, made in arrivals]
+    assert 10 < len(names) < 150
+    assert [left.get(name) for name in names] == [whole.get(name) for name in names]
+    assert arrivals[0][0] == 0.0
+    found = measure(table.setup, table, trace_arrivals(trace))
+    assert found.completed == len(names)
+
+
+@pytest.mark.parametrize("redact", [False, True])
+def test_salts_adapters_and_pooling_of_a_trace_are_part_of_its_load(
+    tmp_path: Path, table: CostTable, redact: bool
+) -> None:
+    """Of twelve requests with one prompt, four hit a cached prefix: the second of each kind that may."""
+    prompt, made = [5] * 33, replace(setup(random.Random(0), depth=1), speculative=None, caches_prefixes=True)
+    plain = SamplingParams(max_tokens=2)
+    tuned = AdapterRef("a", "digest of a", "a")
+    kinds: list[dict[str, Any]] = [
+        {"params": plain},
+        {"params": plain, "cache_salt": "one"},
+        {"params": plain, "adapter": tuned},
+        {"params": PoolingParams(pooling="last"), "cache_salt": "pooled"},
+        {"params": PoolingParams(pooling="mean")},
+        {"params": SamplingParams(max_tokens=2, prompt_logprobs=0)},
+    ]
+    log = recorder(tmp_path / "trace", made, trace_redact=redact)
+    for index, kind in enumerate(kinds * 2):
+        log.took(EngineRequest(request_id=f"{index:08x}", token_ids=prompt, max_tokens=2, **kind))
+    log._write()
+    log.close()
+    arrivals = list(trace_arrivals(Trace(tmp_path / "trace")))
+    requests = [make() for _, make in arrivals]
+    assert [isinstance(one.params, PoolingParams) for one in requests] == [False, False, False, True, True, False] * 2
+    later = ((float(index), make) for index, (_, make) in enumerate(arrivals))  # one after the other
+    found = measure(replace(table.setup, layout=made.layout), table, later)
+    assert found.completed == 12
+    assert found.output_tokens == 8  # one of each that generates: none is recorded
+    # 32 of 33 tokens are whole blocks. The cache is not asked for the two mean-pooled requests.
+    assert found.prefix_hit_rate == pytest.approx(4 * 32 / (10 * 33))
 
 
 def test_the_command_prints_a_table_a_sentence_and_a_picture(

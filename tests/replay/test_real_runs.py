@@ -10,8 +10,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli.main import main
-from quire.engine.trace.file import MAGIC, Trace, TraceWriter
+from quire.engine.trace.file import MAGIC, TraceWriter
 from quire.engine.trace.records import Finished, Record
+from quire.replay.trace import Trace
 from quire.types.structured import StructuredOutputsParams
 
 PROMPTS = ["The capital of France is", "One, two, three,", "The capital of France is a city", "List the numbers:"]

@@ -12,8 +12,8 @@ from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
 from quire.engine.loop import EngineLoop
-from quire.engine.trace.file import Trace
 from quire.engine.trace.records import Finished, Planned, Took
+from quire.replay.trace import Trace
 from quire.structured.manager import GrammarManager
 from quire.structured.sources import make_source
 from quire.types.messages import Command
