@@ -6,19 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from operator import add
 from typing import Any, Self
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.frontend.adapters import LoRARequest, find_adapter
-from quire.frontend.controls import AsyncControls
+from quire.frontend.controls import AsyncControls, add_counts
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.pooled import as_pooling, for_reward, for_task, scored, with_outputs
 from quire.frontend.reading import Reading
-from quire.frontend.scoring import TextPair, plan_scores
+from quire.frontend.scoring import LateText, TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.frontend.thinking import thinking_marks
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
@@ -77,8 +76,7 @@ class AsyncEngine(AsyncControls):
         self._dead: str | None = None
         self._vocabulary: asyncio.Task[None] | None = None
         self._stats = EngineStats()
-        self.expert_load: dict[int, list[int]] = {}
-        """Tokens that came to each expert of each layer, if that is counted; since the engine's start."""
+        self.expert_load = {}
         self._idle = asyncio.Event()
         self._idle.set()
         observer.on_engine_start(client.info)
@@ -87,7 +85,9 @@ class AsyncEngine(AsyncControls):
     def from_config(cls, config: EngineConfig) -> Self:
         """Load the model in this process. Blocks until it is loaded."""
         text = load_text_model(config.model)
-        return cls(make_inproc_client(with_topology(config, most_replicas=1)), text)
+        engine = cls(make_inproc_client(with_topology(config, most_replicas=1)), text)
+        engine._model = config.model
+        return engine
 
     @property
     def info(self) -> EngineInfo:
@@ -194,16 +194,22 @@ class AsyncEngine(AsyncControls):
 
     async def encode(
         self,
-        prompt: Prompt | TextPair,
+        prompt: Prompt | TextPair | LateText,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         prompt_name: str | None = None,
+        instruction: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
+        adapter: AdapterRef | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """What the task reads of a prompt, a vector unless it says otherwise. Cancelling it aborts the request."""
+        """What the task reads of a prompt, a vector unless it says otherwise. Cancelling it aborts the request.
+
+        The adapter is as in generate.
+        """
         arrived = time.monotonic() if arrival_time is None else arrival_time
 
         async def prepare() -> PreparedRequest:
@@ -212,10 +218,12 @@ class AsyncEngine(AsyncControls):
                     prompt,
                     pooling_params,
                     prompt_name=prompt_name,
+                    instruction=instruction,
                     request_id=request_id,
                     priority=priority,
                     trace_headers=trace_headers,
                     arrival_time=arrived,
+                    adapter=adapter or find_adapter(lora_request),
                 )
 
             return await asyncio.to_thread(process) if _is_long(prompt) else process()
@@ -410,9 +418,7 @@ class AsyncEngine(AsyncControls):
             if batch.stats is not None:
                 self._stats = batch.stats
                 self._observer.on_stats(batch.stats)
-                for layer, counts in batch.stats.expert_load.items():
-                    before = self.expert_load.get(layer, [0] * len(counts))
-                    self.expert_load[layer] = list(map(add, before, counts))
+                add_counts(self.expert_load, batch.stats)
             outputs = batch.outputs
             for begin in range(0, len(outputs), _SLICE):
                 if begin:
@@ -449,9 +455,11 @@ class AsyncEngine(AsyncControls):
             self._mailboxes[request_id].fail(error)
 
 
-def _is_long(prompt: Prompt | TextPair) -> bool:
+def _is_long(prompt: Prompt | TextPair | LateText) -> bool:
     if isinstance(prompt, TextPair):
         return len(prompt.query) + len(prompt.document) > LONG_TEXT
+    if isinstance(prompt, LateText):
+        return len(prompt.text) > LONG_TEXT
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
         return True
     names = ("prompt", "prompt_token_ids", "suffix", "prediction")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from heapq import nlargest
 from itertools import islice
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.tokenizer import Tokenizer
@@ -81,9 +82,7 @@ class BeamSearch:
         # They are of one length, so the length penalty does not change their order.
         self.beams = [kept.sequence() for kept in nlargest(self._width, found, key=lambda item: item.cum_logprob)]
         if self._num_left == 0:
-            for beam in self.beams:
-                beam.finish_reason = "length"
-            self._completed += self.beams
+            self._completed += [replace(beam, finish_reason="length") for beam in self.beams]
             self.beams = []
         elif self._is_settled():
             self.beams = []

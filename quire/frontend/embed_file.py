@@ -152,4 +152,6 @@ def _pyarrow() -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError("--out ends in .parquet, which needs pyarrow: pip install pyarrow, or use .npy") from error
+        raise ConfigError(
+            "--out ends in .parquet, which needs pyarrow: pip install 'quire[parquet]', or use .npy"
+        ) from error

@@ -10,14 +10,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
 
 from quire.frontend.infill import find_infill
-from quire.frontend.pooled import filled
+from quire.frontend.pooled import as_shown, filled, prefix_of, with_prefix
 from quire.frontend.prompt_embeds import read_prompt_embeds
-from quire.frontend.scoring import TextPair
+from quire.frontend.scoring import LateText, TextPair
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
@@ -31,16 +32,16 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt" and "suffix".
 
 With a suffix, the model fills in what stands between the prompt and the suffix. A "prediction", text or token ids, is
-what the output will be much like: its tokens are drafts. No outputs of one "tenant" are drafts for another. Instead
-of text or token ids there may be "prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the
-first layer is to read.
+what the output will be much like: its tokens are drafts. No outputs of one "tenant" are drafts for another.
+Requests of one "session" stay in one replica. Instead of text or token ids there may be "prompt_embeds", where they
+are enabled: an array [tokens, hidden size] of what the first layer is to read.
 """
 
 FindThinking = Callable[[str | None, list[int]], ThinkingMarks | None]
 """From a prompt's text, if there is any, and its token ids to the marks of thinking, for a model that thinks."""
 
 _PROMPT_KEYS = frozenset(
-    {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "suffix", "prediction", "tenant"}
+    {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "suffix", "prediction", "tenant", "session"}
 )
 _Dict = Mapping[str, Any]
 _MASK_64 = (1 << 64) - 1
@@ -146,8 +147,7 @@ class InputProcessor:
 
         `arrival_time` is on the monotonic clock; without it the request arrives now.
         """
-        if adapter is not None and not self._info.takes_adapters:
-            raise RequestError("this engine serves no LoRA adapters; start it with --enable-lora", "lora_request")
+        self._check_adapter(adapter)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
@@ -191,16 +191,20 @@ class InputProcessor:
 
     def process_pooling(
         self,
-        prompt: Prompt | TextPair,
+        prompt: Prompt | TextPair | LateText,
         params: PoolingParams | None = None,
         *,
         prompt_name: str | None = None,
+        instruction: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
-        """The same for a prompt that is pooled. `prompt_name`: which of the model's own goes before a text."""
+        """The same for a prompt that is pooled. `prompt_name`: which of the model's own goes before a text;
+        `instruction`: what goes before it instead."""
+        self._check_adapter(adapter)
         pooler = self._info.pooler
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
@@ -208,8 +212,8 @@ class InputProcessor:
         if pooler is None:
             raise WrongTaskError(params.task or "embed", ("generate",))
         given, told, shown = self._pooling  # of the last request: those of a batch are alike
-        if given is not params:
-            told, shown = filled(params, pooler, self._tokenizer), _as_shown(params)
+        if given is not params and given != params:
+            told, shown = filled(params, pooler, self._tokenizer), as_shown(params)
             self._pooling = params, told, shown
         request_id = secrets.token_hex(8) if request_id is None else request_id
         text: str | None = None
@@ -217,8 +221,17 @@ class InputProcessor:
         if isinstance(prompt, TextPair):
             token_ids, second_text_at = self._encode_pair(prompt, pooler, params.truncate_prompt_tokens)
             told = msgspec.structs.replace(told, second_text_at=second_text_at)
+        elif isinstance(prompt, LateText):
+            text, token_ids, cache_salt = self._read_prompt(prompt.marked(pooler), shown, True)
+            if params.truncate_prompt_tokens is not None:
+                token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
+            if prompt.is_document and pooler.skiplist:
+                told = msgspec.structs.replace(told, skip_token_ids=self._ids_of(pooler.skiplist))
+            elif not prompt.is_document and pooler.query_length is not None:
+                token_ids = token_ids + [self._mask_token()] * (pooler.query_length - len(token_ids))
         else:
-            text, token_ids, cache_salt = self._read_prompt(_with_prefix(prompt, pooler, prompt_name), shown, True)
+            prefix = prefix_of(pooler, prompt_name, instruction)
+            text, token_ids, cache_salt = self._read_prompt(with_prefix(prompt, prefix), shown, True)
             is_text = text is not None and not (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids"))
             if is_text and params.truncate_prompt_tokens is not None:
                 token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
@@ -228,6 +241,8 @@ class InputProcessor:
                 f"step_tag_id is {told.step_tag_id}, which is no token of the prompt; end each step with this token",
                 "step_tag_id",
             )
+        if told.skip_token_ids and not set(token_ids).difference(told.skip_token_ids):
+            raise RequestError("all of the prompt's tokens are such that have no vector; give a text", "prompt")
         child = EngineRequest(
             request_id=request_id,
             token_ids=token_ids,
@@ -235,8 +250,13 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            adapter=adapter,
         )
         return PreparedRequest(request_id, text, shown, (child,), trace_headers)
+
+    def _check_adapter(self, adapter: AdapterRef | None) -> None:
+        if adapter is not None and not self._info.takes_adapters:
+            raise RequestError("this engine serves no LoRA adapters; start it with --enable-lora", "lora_request")
 
     def _encode_pair(self, pair: TextPair, pooler: PoolerConfig, keep: int | None) -> tuple[list[int], int | None]:
         """(token ids, where the second text's type begins); to fit, the document is cut at its end."""
@@ -255,6 +275,18 @@ class InputProcessor:
             raise self._too_long(error.num_tokens, exact=error.exact) from error
         self._check_token_ids("prompt", (min(ids), max(ids)))
         return ids, second_text_at
+
+    def _ids_of(self, tokens: Iterable[str]) -> tuple[int, ...]:
+        assert self._tokenizer is not None
+        found = map(self._tokenizer.backend.token_to_id, tokens)
+        return tuple(token for token in found if token is not None)
+
+    def _mask_token(self) -> int:
+        assert self._tokenizer is not None
+        name = self._tokenizer.special_tokens.get("mask_token")
+        if name is None:
+            raise RequestError("queries of this model are filled up with mask tokens, which its tokenizer has not")
+        return self._ids_of((name,))[0]
 
     def _keep_last_tokens(self, token_ids: list[int], keep: int) -> list[int]:
         """Cut a text so that the special tokens that the tokenizer puts at its end stay there."""
@@ -378,7 +410,7 @@ class InputProcessor:
         return text, self._encode(text, params, add_special_tokens), cache_salt
 
     def _read_speculation(self, prompt: Prompt) -> dict[str, Any]:
-        """What a prompt says for drafts: the predicted tokens, and whose request it is."""
+        """What a prompt says for drafts and replicas: predicted tokens, whose request it is, and of which session."""
         if not isinstance(prompt, Mapping):
             return {}
         found: dict[str, Any] = {}
@@ -387,6 +419,11 @@ class InputProcessor:
             if not isinstance(tenant, str):
                 raise RequestError(f"tenant is {_short(tenant)} but must be text", "tenant")
             found["tenant"] = tenant
+        if (session := prompt.get("session")) is not None:
+            if not isinstance(session, str):
+                raise RequestError(f"session is {_short(session)} but must be text", "session")
+            named = blake2b(f"{tenant}/{session}".encode(errors="replace"), digest_size=6).digest()
+            found["session"] = 1 + int.from_bytes(named)
         if predicted is None:
             return found
         # The output is no longer than this, and what differs at its end costs nothing but a few drafts.
@@ -524,32 +561,6 @@ class InputProcessor:
 
 def _suffix(prompt: Prompt) -> Any:
     return prompt.get("suffix") if isinstance(prompt, Mapping) else None
-
-
-def _with_prefix(prompt: Prompt, pooler: PoolerConfig, name: str | None) -> Prompt:
-    """A text with what the model wants before it; other prompts as they are."""
-    name = pooler.default_prompt if name is None else name
-    if name is None:
-        return prompt
-    if name not in pooler.prompts:
-        known = ", ".join(pooler.prompts) or "none"
-        raise RequestError(f"prompt_name is {name!r}, which this model does not have; it has {known}", "prompt_name")
-    prefix = pooler.prompts[name]
-    if isinstance(prompt, str):
-        return prefix + prompt
-    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-        return {**prompt, "prompt": prefix + prompt["prompt"]}
-    return prompt
-
-
-def _as_shown(params: PoolingParams) -> SamplingParams:
-    """What pools is, towards the caller, a request whose only output is its last."""
-    return SamplingParams(
-        detokenize=False,
-        output_kind="final_only",
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        truncation_side="right",
-    )
 
 
 def _short(value: object) -> str:

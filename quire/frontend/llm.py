@@ -16,7 +16,7 @@ from quire.engine.settings import check_settings
 from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.batches import Batch, as_batch, of_each, spread
 from quire.frontend.beam_search import BeamSearch, run_searches
-from quire.frontend.controls import Controls
+from quire.frontend.controls import Controls, add_counts
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
@@ -33,7 +33,7 @@ from quire.frontend.pooled import (
 )
 from quire.frontend.progress import NullProgress, make_progress
 from quire.frontend.restarting import make_process_client
-from quire.frontend.scoring import TextPair, plan_scores
+from quire.frontend.scoring import LateText, TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.frontend.thinking import thinking_marks
 from quire.frontend.topology import with_topology
@@ -121,6 +121,7 @@ class LLM(Controls):
         self._ids = map(str, itertools.count())
         self._vocabulary_is_known = False
         self._alive = True
+        self.expert_load = {}
 
     def generate(
         self,
@@ -187,15 +188,19 @@ class LLM(Controls):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
+        instruction: str | None = None,
+        lora_request: Lora = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """A vector of each prompt, in the order of the prompts: `outputs.embedding` of each result.
 
-        `prompt_name` chooses one of the texts that the model's folder has for what goes before a prompt.
+        `prompt_name` chooses one of the texts that the model's folder has for what goes before a prompt;
+        `instruction` goes before it instead.
         """
         batch = as_batch(prompts)
         given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
         params = of_each(given, lambda p: for_task(p, "embed", "embed"))
-        return [as_embedding(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
+        outputs = self._pool(batch, params, use_tqdm, lora_request, prompt_name, instruction)
+        return [as_embedding(output) for output in outputs]
 
     def encode(
         self,
@@ -205,12 +210,15 @@ class LLM(Controls):
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
+        instruction: str | None = None,
+        lora_request: Lora = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the task reads of each prompt, as an array: `outputs.data` of each result."""
         batch = as_batch(prompts)
         given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
         params = of_each(given, lambda p: with_task(p, pooling_task))
-        return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
+        outputs = self._pool(batch, params, use_tqdm, lora_request, prompt_name, instruction)
+        return [as_pooling(output) for output in outputs]
 
     def classify(
         self,
@@ -218,12 +226,13 @@ class LLM(Controls):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Lora = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """A value for each class, in the order of the prompts: `outputs.probs` of each result."""
         batch = as_batch(prompts)
         given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
         params = of_each(given, lambda p: for_task(p, "classify", "classify"))
-        return [as_classification(output) for output in self._pool(batch, params, use_tqdm, None)]
+        return [as_classification(output) for output in self._pool(batch, params, use_tqdm, lora_request)]
 
     def reward(
         self,
@@ -231,12 +240,13 @@ class LLM(Controls):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Lora = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What a reward model gives each prompt, or each of its tokens, before any activation: `outputs.data`."""
         batch = as_batch(prompts)
         given = spread(pooling_params, len(batch), "pooling_params", PoolingParams(use_activation=False))
         params = [for_reward(p, self._client.info.pooler) for p in given]
-        return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, None)]
+        return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, lora_request)]
 
     def score(
         self,
@@ -247,6 +257,7 @@ class LLM(Controls):
         pooling_params: PoolingParams | None = None,
         instruction: str | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """How well each text of data_1 goes with that of data_2: `outputs.score`. One text goes with all others.
 
@@ -257,7 +268,7 @@ class LLM(Controls):
         params = for_task(pooling_params, plan.task, "score")
         if truncate_prompt_tokens is not None:
             params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        outputs = self._pool(plan.prompts, [params] * len(plan.prompts), use_tqdm, None)
+        outputs = self._pool(plan.prompts, [params] * len(plan.prompts), use_tqdm, lora_request)
         scores = plan.scores([values_of(output) for output in outputs])
         return [
             scored(as_pooling(outputs[one]), as_pooling(outputs[two]), value)
@@ -266,14 +277,23 @@ class LLM(Controls):
 
     def _pool(
         self,
-        batch: Sequence[Prompt | TextPair],
+        batch: Sequence[Prompt | TextPair | LateText],
         params: list[PoolingParams],
         use_tqdm: bool,
-        prompt_name: str | None,
+        lora_request: Lora,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
     ) -> list[RequestOutput]:
+        adapters = spread(lora_request, len(batch), "lora_request", None)
+
         def prepare(index: int) -> PreparedRequest:
             return self._inputs.process_pooling(
-                batch[index], params[index], prompt_name=prompt_name, request_id=next(self._ids)
+                batch[index],
+                params[index],
+                prompt_name=prompt_name,
+                instruction=instruction,
+                request_id=next(self._ids),
+                adapter=find_adapter(adapters[index]),
             )
 
         return self._run(len(batch), prepare, use_tqdm, _STEPS_AHEAD * self._client.info.max_num_batched_tokens)
@@ -429,13 +449,19 @@ class LLM(Controls):
         self.check_awake()
         with interrupt_afterwards():
             try:
-                outputs = self._client.get_outputs().outputs
+                batch = self._client.get_outputs()
+                outputs = batch.outputs
+                add_counts(self.expert_load, batch.stats)
                 if not outputs and len(self._outputs) > 0 and not self._client.has_unfinished():
                     raise EngineDeadError("the engine stopped working before every request had finished")
             except EngineError as error:
                 self._end_all(str(error))
                 raise
             return self._hand_out(outputs), sum(len(output.token_ids) for output in outputs)
+
+    def finish_open(self) -> None:
+        while len(self._outputs) > 0:
+            self._pump()
 
     def _hand_out(self, outputs: list[EngineOutput]) -> list[str]:
         result = self._outputs.process(outputs)

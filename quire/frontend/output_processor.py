@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.logprobs import LogprobsDecoder
@@ -26,6 +28,7 @@ from quire.types.outputs import (
     RequestOutput,
 )
 from quire.types.request import FinishReason
+from quire.types.sampling import PoolingParams
 from quire.types.step import Pooled, RoutedExperts
 
 if TYPE_CHECKING:
@@ -177,17 +180,23 @@ class CompletionState:
                 logprobs = None if logprobs is None else logprobs.copy()
         self.changed = False
         self._num_taken = self.num_tokens
-        output = CompletionOutput(
-            self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
-        )
-        if self._reader is not None:
-            output.events = self._reader.take(delta)
-            output.num_reasoning_tokens = self._reader.num_reasoning_tokens
-        output.num_accepted_predictions = self.num_accepted_predictions
-        output.num_rejected_predictions = self.num_rejected_predictions
+        reader, routed = self._reader, None
         if self.routed_experts and self.finish_reason is not None:
-            output.routed_experts = join_routed(self.routed_experts, self._num_prompt_tokens + self.num_tokens - 1)
-        return output
+            routed = join_routed(self.routed_experts, self._num_prompt_tokens + self.num_tokens - 1)
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            None if reader is None else reader.take(delta),
+            0 if reader is None else reader.num_reasoning_tokens,
+            self.num_accepted_predictions,
+            self.num_rejected_predictions,
+            routed,
+        )
 
     def _count_predictions(self, output: EngineOutput, num_tokens: int) -> None:
         """What stands behind the end of the text was not accepted."""
@@ -262,6 +271,7 @@ class RequestState:
         "num_unfinished",
         "params",
         "pooled",
+        "pools",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -281,6 +291,7 @@ class RequestState:
         self.prompt_token_ids = request.prompt_token_ids
         self.params = request.params
         self.trace_headers = request.trace_headers
+        self.pools = isinstance(request.children[0].params, PoolingParams)
         self.kind = request.params.output_kind
         self.completions = [
             CompletionState(request, i, tokenizer, decoder, reading) for i in range(len(request.children))
@@ -332,6 +343,7 @@ class RequestState:
             self.num_cached_tokens,
             error,
             self.trace_headers,
+            self.pools,
         )
 
     def _take_prompt_logprobs(self, delta: bool, finished: bool) -> list[LogprobsAtPosition | None] | None:
@@ -419,7 +431,7 @@ class OutputProcessor:
             taken = state.take()
             if taken is not None:
                 result.outputs.append(taken)
-        if event.num_generation_tokens:
+        if event.num_generation_tokens or event.num_prompt_tokens:
             self._observer.on_tokens(event)
         return result
 
@@ -456,11 +468,15 @@ class OutputProcessor:
     ) -> None:
         if output.num_cached_tokens >= 0 and state.num_cached_tokens is None:
             state.num_cached_tokens = output.num_cached_tokens
-            state.metrics.queue_time = output.queue_time
+            state.metrics = replace(
+                state.metrics, queue_time=output.queue_time, num_without_state=output.num_without_state
+            )
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             state.prompt_logprobs.extend(map(self._decoder.decode, output.prompt_logprobs))
         if output.pooled is not None:
             state.pooled = output.pooled
+            event.num_prompt_tokens += len(state.prompt_token_ids)
+            event.num_cached_tokens += state.num_cached_tokens or 0
         before = completion.num_tokens
         completion.add(output)
         if completion.num_tokens > before:
@@ -493,7 +509,7 @@ class OutputProcessor:
 
     def _end(self, state: RequestState, now: float, error: str | None = None) -> None:
         """Forget a request and tell how it went."""
-        state.metrics.finished_time = now
+        state.metrics = replace(state.metrics, finished_time=now)
         del self._requests[state.request_id]
         for completion in state.completions:
             self._completions.pop(completion.engine_id, None)
@@ -511,7 +527,7 @@ def _count(state: RequestState, completion: CompletionState, num_tokens: int, no
         return
     completion.first_token_time = now
     if state.metrics.first_token_time is None:
-        state.metrics.first_token_time = now
+        state.metrics = replace(state.metrics, first_token_time=now)
         event.first_token_latencies.append(now - state.metrics.arrival_time)
         event.num_prompt_tokens += len(state.prompt_token_ids)
         event.num_cached_tokens += state.num_cached_tokens or 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -20,7 +20,10 @@ from quire.types.outputs import (
     ScoringOutput,
 )
 from quire.types.pooling import PoolerConfig, able_tasks
-from quire.types.sampling import Activation, PoolingKind, PoolingParams, PoolingTask
+from quire.types.sampling import Activation, PoolingKind, PoolingParams, PoolingTask, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.frontend.input_processor import Prompt
 
 T = TypeVar("T")
 _OF_TOKENS = ("token_embed", "token_classify")
@@ -108,16 +111,10 @@ def filled(params: PoolingParams, pooler: PoolerConfig, tokenizer: Tokenizer | N
         raise WrongTaskError(task, able_tasks(pooler))
     embeds = task in ("embed", "token_embed")
     if params.dimensions is not None:
-        if not embeds:
-            raise RequestError(
-                f"dimensions is {params.dimensions} but only embeddings are cut; leave it out", "dimensions"
-            )
-        if params.dimensions > pooler.size:
-            raise RequestError(
-                f"dimensions is {params.dimensions} but vectors of this model have {pooler.size}; give at most that",
-                "dimensions",
-            )
+        _check_dimensions(params.dimensions, embeds, pooler)
     pooling: PoolingKind = pooler.kind
+    if task == "sparse" and pooling != "max":
+        pooling = "all"
     if task in _OF_TOKENS:
         pooling = "all" if params.step_tag_id is None else "step"
     elif params.step_tag_id is not None:
@@ -142,13 +139,28 @@ def filled(params: PoolingParams, pooler: PoolerConfig, tokenizer: Tokenizer | N
         activation=activation,
         use_activation=use_activation,
         label_token_ids=_label_ids(pooler, tokenizer) if task == "classify" else (),
+        skip_token_ids=_skipped(pooler, tokenizer) if task == "token_embed" else (),
         truncate_prompt_tokens=None,
     )
 
 
+def _check_dimensions(size: int, embeds: bool, pooler: PoolerConfig) -> None:
+    if not embeds:
+        raise RequestError(f"dimensions is {size} but only embeddings are cut; leave it out", "dimensions")
+    if size > pooler.size:
+        raise RequestError(
+            f"dimensions is {size} but vectors of this model have {pooler.size}; give at most that", "dimensions"
+        )
+    if pooler.dimensions is not None and size not in (*pooler.dimensions, pooler.size):
+        known = ", ".join(map(str, sorted({*pooler.dimensions, pooler.size})))
+        raise RequestError(
+            f"dimensions is {size}, which the model's config does not have; it gives {known}", "dimensions"
+        )
+
+
 def _activation(task: PoolingTask, pooler: PoolerConfig, use_activation: bool | None) -> Activation:
     if task == "sparse":
-        return "none" if use_activation is False else "log1p_relu"
+        return "none" if use_activation is False else "log1p_relu" if pooler.kind == "max" else "relu"
     if use_activation is None:
         return pooler.activation
     if not use_activation:
@@ -156,6 +168,10 @@ def _activation(task: PoolingTask, pooler: PoolerConfig, use_activation: bool | 
     if pooler.activation != "none":
         return pooler.activation
     return "sigmoid" if len(pooler.labels) == 1 else "softmax"
+
+
+def _skipped(pooler: PoolerConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    return tuple(tokenizer.ends[0]) if pooler.skips_first and tokenizer is not None else ()
 
 
 def _label_ids(pooler: PoolerConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -174,3 +190,37 @@ def _label_ids(pooler: PoolerConfig, tokenizer: Tokenizer | None) -> tuple[int, 
             " classifier_from_token of its config.json"
         )
     return tuple(found for found in ids if found is not None)
+
+
+def prefix_of(pooler: PoolerConfig, name: str | None, instruction: str | None) -> str:
+    """What goes before a text."""
+    if instruction is not None:
+        if name is not None:
+            raise RequestError("instruction and prompt_name both say what goes before texts; give one", "instruction")
+        return instruction
+    name = pooler.default_prompt if name is None else name
+    if name is None:
+        return ""
+    if name not in pooler.prompts:
+        known = ", ".join(pooler.prompts) or "none"
+        raise RequestError(f"prompt_name is {name!r}, which this model does not have; it has {known}", "prompt_name")
+    return pooler.prompts[name]
+
+
+def with_prefix(prompt: Prompt, prefix: str) -> Prompt:
+    """A text with this before it; other prompts as they are."""
+    if isinstance(prompt, str):
+        return prefix + prompt
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        return {**prompt, "prompt": prefix + prompt["prompt"]}
+    return prompt
+
+
+def as_shown(params: PoolingParams) -> SamplingParams:
+    """What pools is, towards the caller, a request whose only output is its last."""
+    return SamplingParams(
+        detokenize=False,
+        output_kind="final_only",
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        truncation_side="right",
+    )

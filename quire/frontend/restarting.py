@@ -1,4 +1,4 @@
-"""RestartingClient: an engine process for batches. When it dies, the next one goes on with every open request.
+"""RestartingClient: an engine process for batches. When it dies or stalls, the next goes on with every open request.
 
 What quire/engine/resuming.py is to a server, with the synchronous face that LLM drives.
 """
@@ -13,7 +13,9 @@ from quire.engine.client import EngineClient
 from quire.engine.control import REPLY_LIMIT
 from quire.engine.journal import Journal
 from quire.engine.resuming import refused_output
+from quire.engine.stalls import STALL_TIMEOUT
 from quire.engine.zmq_client import ZmqClient
+from quire.types.control import EngineState, LiveLimits, WeightsUpdate
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.messages import EngineInfo, StartupPhase
 from quire.types.outputs import EngineOutput, EngineOutputs
@@ -23,6 +25,7 @@ from quire.utils.phases import ReportPhase
 
 logger = get_logger(__name__)
 
+_REMEMBERED = frozenset({"set_vocabulary", "set_limits", "set_log_level", "pause", "sleep"})
 MAX_RESTARTS = 3  # in a row, of engines that gave no token
 
 
@@ -52,13 +55,16 @@ class MortalClient(Protocol):
 class RestartingClient(EngineClient):
     """Launches the first engine when it is made."""
 
-    def __init__(self, launch: Callable[[], MortalClient]) -> None:
+    def __init__(self, launch: Callable[[str | None], MortalClient]) -> None:
+        """`launch` starts an engine, with the weights of a folder if they are not those it was made with."""
         self._launch = launch
+        self._weights: str | None = None
+        self._weights_before: str | None = None  # if those above are not known to fit
         self._journal = Journal()
         self._said: list[EngineOutput] = []  # to be handed out before anything else
-        self._vocabulary: object = None
+        self._told: dict[str, object] = {}  # what a new engine has to be told, by verb
         self._num_deaths = 0  # in a row, without a token between them
-        self._client = launch()
+        self._client = launch(None)
         try:
             self.info = self._client.wait_ready()
         except EngineError:
@@ -103,15 +109,32 @@ class RestartingClient(EngineClient):
 
     def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         """What an engine has not answered when it dies is asked of the next one."""
-        if verb == "update_weights":
-            raise EngineError("an engine process is replaced by one with the old weights; leave engine_process out")
-        if verb == "set_vocabulary":
-            self._vocabulary = argument
+        # Before they are done: no crash undoes them. The next engine comes with the new weights, or none comes.
+        if verb == "wake":
+            self._told.pop("sleep", None)
+        elif isinstance(argument, WeightsUpdate):
+            self._weights = argument.path
         while True:
             try:
-                return self._client.call(verb, argument, limit=limit)
+                result = self._client.call(verb, argument, limit=limit)
             except EngineDeadError as error:
                 self._replace(error)
+            except EngineError:
+                self._weights = self._weights_before
+                raise
+            else:
+                self._remember(verb, argument, result)
+                return result
+
+    def _remember(self, verb: str, argument: object, result: object) -> None:
+        if isinstance(result, EngineState) and result.changing is None:
+            self._weights = self._weights if result.error is None else self._weights_before
+            self._weights_before = self._weights
+        if verb == "set_limits" and isinstance(result, EngineState):
+            argument = LiveLimits(result.max_num_seqs, result.max_num_batched_tokens)
+        if verb in _REMEMBERED:
+            self._told.pop(verb, None)
+            self._told[verb] = argument
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         raise EngineError("this engine is driven synchronously; use call")
@@ -132,11 +155,11 @@ class RestartingClient(EngineClient):
         while True:
             self._end_life(error)
             logger.warning("%s; another one goes on with %d requests", error, len(self._journal))
-            self._client = self._launch()
+            self._client = self._launch(self._weights)
             try:
                 self.info = self._client.wait_ready()
-                if self._vocabulary is not None:
-                    self._client.call("set_vocabulary", self._vocabulary, limit=None)
+                for verb, argument in self._told.items():
+                    self._client.call(verb, argument, limit=None)
             except EngineStartError:
                 raise
             except EngineDeadError as failed:
@@ -166,4 +189,8 @@ def make_process_client(config: EngineConfig, report: ReportPhase) -> EngineClie
     def on_phase(phase: StartupPhase) -> None:
         report(phase.name, phase.progress)
 
-    return RestartingClient(lambda: ZmqClient(config, on_phase=on_phase))
+    def launch(weights: str | None) -> ZmqClient:
+        wanted = config if weights is None else config.with_model(weights)
+        return ZmqClient(wanted, on_phase=on_phase, stall_timeout=STALL_TIMEOUT)
+
+    return RestartingClient(launch)

@@ -41,6 +41,16 @@ class TextPair(NamedTuple):
         return first, self.document, last
 
 
+class LateText(NamedTuple):
+    """A prompt of a multi-vector model, of which it reads queries and documents each in its own way."""
+
+    text: str
+    is_document: bool
+
+    def marked(self, pooler: PoolerConfig) -> str:
+        return (pooler.document_prefix if self.is_document else pooler.query_prefix) + self.text
+
+
 Vectors = NDArray[np.float32]
 
 
@@ -50,7 +60,7 @@ class ScorePlan:
 
     kind: ScoreKind
     task: PoolingTask
-    prompts: list[str | TextPair]
+    prompts: list[str | TextPair | LateText]
     pairs: list[tuple[int, int]]  # indices into prompts; of a cross-encoder both are the same
 
     def scores(self, values: Sequence[Vectors]) -> list[float]:
@@ -81,13 +91,13 @@ def plan_scores(
         return ScorePlan("cross", "classify", list(pairs), [(at, at) for at in range(len(pairs))])
     if instruction is not None:
         raise RequestError("instruction is for rerankers that have a place for it; leave it out", "instruction")
-    if pooler.score == "late":
-        queries = [pooler.query_prefix + query for query in queries]
-        documents = [pooler.document_prefix + document for document in documents]
-    places: dict[str, int] = {}
-    for text in (*queries, *documents):
+    is_late = pooler.score == "late"
+    first: list[str | LateText] = [LateText(query, False) if is_late else query for query in queries]
+    second: list[str | LateText] = [LateText(document, True) if is_late else document for document in documents]
+    places: dict[str | LateText, int] = {}
+    for text in (*first, *second):
         places.setdefault(text, len(places))
-    found = [(places[query], places[document]) for query, document in zip(queries, documents, strict=True)]
+    found = [(places[query], places[document]) for query, document in zip(first, second, strict=True)]
     return ScorePlan(pooler.score, "embed" if pooler.score == "cosine" else "token_embed", list(places), found)
 
 

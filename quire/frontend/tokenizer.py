@@ -227,6 +227,12 @@ class Tokenizer:
         num_first = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
         return whole[:num_first], whole[num_first + len(plain) :]
 
+    @functools.cached_property
+    def unweighted(self) -> frozenset[int]:
+        """Tokens without a meaning of their own, which have no lexical weight."""
+        ids = (self._special_id(name) for name in ("cls_token", "bos_token", "eos_token", "pad_token", "unk_token"))
+        return frozenset(token for token in ids if token is not None)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary stand for nothing."""
         pieces = self.piece_table(skip_special_tokens)
@@ -295,6 +301,8 @@ def _load_folder(folder: Path) -> Tokenizer:
     }
     extra = names.get("additional_special_tokens") or names.get("extra_special_tokens") or ()
     extra = list(extra.values()) if isinstance(extra, dict) else list(extra)
+    found = _read_json(folder / "artifact.metadata")  # ColBERT's markers of queries and documents
+    extra += [found[key] for key in ("query_token_id", "doc_token_id") if key in found]
     _mark_special(backend, [*special_tokens.values(), *(_token_content(token) for token in extra)])
     return Tokenizer(backend, special_tokens, _configured_eos(folder), _read_chat_templates(folder, config))
 

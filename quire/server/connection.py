@@ -20,6 +20,7 @@ MAX_HEADERS = 100
 # Most clients read nothing until they have sent everything: what they still send is read and dropped, within bounds.
 _DROP_SECONDS = 2.0
 _MAX_DROPPED = 64 << 20
+_LEAST_BODY_RATE = 500  # bytes a second, as web servers ask for
 _FIRST_LOOK, _LOOK_INTERVAL = 0.02, 0.5  # seconds
 _Phase = Literal["idle", "head", "body"]
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -40,6 +41,7 @@ class Connection(HttpToolsProtocol):
         self._num_header_bytes = 0  # of headers that are complete
         self._num_bytes_in_head = 0  # that came while they were not
         self._num_headers = 0
+        self._num_body_bytes = 0  # since the deadline was set
         self._is_refused = False
         self._num_dropped = 0
         self._look: asyncio.TimerHandle | None = None
@@ -65,7 +67,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         if self._phase == "body":
-            self._wait_for_body()
+            self._wait_for_body(len(data))
         elif self._phase == "head" and phase == "head":
             # The parser tells of a header only when it is complete.
             self._num_bytes_in_head += len(data)
@@ -145,17 +147,25 @@ class Connection(HttpToolsProtocol):
     def _set_deadline(self) -> None:
         if self._header_timeout > 0:
             self._deadline = self.loop.call_later(self._header_timeout, self._give_up)
+            self._num_body_bytes = 0
 
     def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _wait_for_body(self) -> None:
-        """A body may take long, as long as data arrives within the timeout."""
+    def _wait_for_body(self, num_bytes: int) -> None:
+        """A body may take long, as long as each timeout brings enough of it."""
+        self._num_body_bytes += num_bytes
+        is_waiting = self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
+        if is_waiting and self._deadline is not None and not self._is_fast_enough():
+            return
         self._clear_deadline()
-        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
+        if is_waiting:
             self._set_deadline()
+
+    def _is_fast_enough(self) -> bool:
+        return self._num_body_bytes >= _LEAST_BODY_RATE * self._header_timeout
 
     def _give_up(self) -> None:
         self._deadline = None

@@ -30,8 +30,7 @@ from quire.config.groups import ServerConfig
 from quire.config.server import collect_admin_keys, collect_api_keys
 from quire.engine.child import print_line
 from quire.engine.settings import check_settings
-from quire.engine.spare import NO_SPARE, SPARE_MEMORY, NoSpare, SpareEngine
-from quire.engine.standby import StandbyEngine, standby_config
+from quire.engine.spare import NO_SPARE, SPARE_MEMORY, NoSpare, SpareEngine, StandbyEngine, standby_config
 from quire.engine.zmq_client import ZmqClient
 from quire.frontend.text_model import load_text_model
 from quire.frontend.topology import with_topology

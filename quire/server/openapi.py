@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ _ERRORS: dict[int | str, str] = {
 
 
 def answers(
-    body: Any, event: Any = None, *, error: type[Any] = ErrorBody, stream_type: str = "text/event-stream"
+    body: Any, event: Any = None, *, error: Any = ErrorBody, stream_type: str = "text/event-stream"
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that answers with `body`, or with `event`s when it streams."""
     content = {"application/json": {"schema": schema_of(body)}}
@@ -27,8 +28,9 @@ def answers(
     return found | {status: {"description": text, "content": failed} for status, text in _ERRORS.items()}
 
 
+@cache
 def schema_of(struct: Any) -> dict[str, Any]:
-    """The struct's JSON schema without references, since FastAPI has no place to put definitions."""
+    """The struct's JSON schema without references, since FastAPI has no place to put definitions: read only."""
     (schema,), components = msgspec.json.schema_components([struct], ref_template="{name}")
     inlined = _inline(schema, components)
     assert isinstance(inlined, dict)

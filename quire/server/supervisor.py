@@ -21,8 +21,16 @@ from quire.engine.child import TakeLine, print_line
 from quire.engine.flight import dump_path
 from quire.engine.replicas import ReplicaClient, launch_replicas
 from quire.engine.resuming import EngineLoss, ResumingClient
-from quire.engine.spare import NO_SPARE, NoSpare
-from quire.engine.standby import StandbyEngine
+from quire.engine.spare import NO_SPARE, NoSpare, StandbyEngine
+from quire.engine.stalls import (
+    CHANGE_PATIENCE,
+    LOOK_INTERVAL,
+    STACKS_GRACE,
+    STALL_TIMEOUT,
+    START_PATIENCE,
+    StallWatch,
+    start_limit,
+)
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
@@ -38,12 +46,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped", Word]
 
-_LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
-_START_PATIENCE = 5.0  # a start is silent for longer than a step: kernels are built, files read
-_LEAST_PATIENCE = 3.0  # seconds: before it has imported anything a process cannot say where it hangs
-_STACKS_GRACE = 5.0  # seconds for a stalled engine to write its stacks, before it is replaced
 _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
-_DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
 _MOST_NAMED = 4  # requests in such a line
 _HELD: dict[Word, str] = {
     "asleep": "it sleeps; requests wait until it is woken, or are refused",
@@ -55,7 +58,7 @@ _RETRY_AFTER = 2.0  # seconds, where nothing better is known
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    stall_timeout: float = 120.0
+    stall_timeout: float = STALL_TIMEOUT
     """Seconds without a finished step, while requests wait, after which the engine counts as stalled; it is
     asked for its stacks and then replaced."""
     max_restarts: int = 3
@@ -66,6 +69,14 @@ class SupervisorOptions:
     max_backoff: float = 30.0
     drain_timeout: float = 30.0
     """Seconds that open streams get to end."""
+    drain_interval: float = 5.0
+    """Seconds between two lines about what a drain waits for."""
+    start_patience: float = START_PATIENCE
+    """Times stall_timeout that a start may be silent: kernels are built, files read."""
+    change_patience: float = CHANGE_PATIENCE
+    """The same of sleep, waking and new weights."""
+    stacks_grace: float = STACKS_GRACE
+    """Seconds for a stalled engine to write its stacks, before it is replaced."""
     spare_delay: float = 5.0
     """Seconds between two looks whether a ready engine is idle, so that a spare can be launched."""
 
@@ -160,7 +171,6 @@ class EngineSupervisor:
         self._num_restarts = 0
         self._deaths: deque[float] = deque()  # within the window, of engines that gave no token
         self._num_refusals = 0  # of requests that died alone, since the last token
-        self._has_dumped = False
         self._wants_restart = asyncio.Event()
         self._turn = asyncio.Event()
         self._retiring = asyncio.Lock()
@@ -226,11 +236,12 @@ class EngineSupervisor:
     def health(self) -> Health:
         """Ready means progress: steps are being finished, or nobody waits for one."""
         status, detail = self._status, self._detail
-        stalled_for = self._stalled_for()
-        if status == "ready" and stalled_for:
-            status, detail = "stalled", f"requests wait and no step has finished for {stalled_for:.0f} s"
+        parts = [] if self._client is None else self._client.parts
+        silent, limit, what = min(map(self._silence, parts), default=(0.0, 0.0, ""))  # all that serves has stalled
         word = self.wanted.word
-        if status == "ready" and word is not None:
+        if status == "ready" and silent > limit:
+            status, detail = "stalled", f"{what} for {silent:.0f} s"
+        elif status == "ready" and word is not None:
             status, detail = word, _HELD[word]
         return Health(status, detail, self._num_restarts, self._engine.num_requests if self._engine else 0)
 
@@ -271,6 +282,21 @@ class EngineSupervisor:
             self.wanted.config = self.wanted.config.with_replicas(count)
         return self.num_replicas
 
+    async def drain_replica(self, index: int) -> None:
+        """End one replica within drain_timeout; no open request is lost. See `restore_replica`."""
+        await self._replica_client().drain(index, self._options.drain_timeout)
+
+    async def restore_replica(self, index: int) -> None:
+        """Launch a replica that was drained. A restart of the whole engine brings back all of them."""
+        await self._replica_client().restore(index)
+
+    def _replica_client(self) -> ReplicaClient:
+        if self._client is None or self._status != "ready":
+            raise EngineUnavailableError(f"the engine is {self._status}; ask again when it is ready", _RETRY_AFTER)
+        if not isinstance(self._client, ReplicaClient):
+            raise EngineError("there is one engine, without replicas; start the server with -dp 2 or more")
+        return self._client
+
     async def wait_failed(self) -> EngineError:
         """Wait until the supervisor gives up; the error is the cause."""
         await self._failed.wait()
@@ -289,7 +315,7 @@ class EngineSupervisor:
         while engine.num_requests and (left := end - time.monotonic()) > 0:
             logger.info("waiting at most %.0f s for %s to finish", left, _in_words(engine.request_ids))
             with suppress(TimeoutError):
-                await asyncio.wait_for(engine.wait_idle(), min(left, _DRAIN_INTERVAL))
+                await asyncio.wait_for(engine.wait_idle(), min(left, self._options.drain_interval))
         if engine.num_requests:
             logger.warning("%s did not finish in time and will be cut off", _in_words(engine.request_ids))
         return engine.num_requests == 0
@@ -352,20 +378,15 @@ class EngineSupervisor:
 
     async def _within_stall(self, client: ServingClient, work: Coroutine[Any, Any, T], phase: str) -> T:
         """Wait for a part of the start; EngineDeadError, after its stacks were asked for, if it says nothing more."""
-        limit = max(_LEAST_PATIENCE, _START_PATIENCE * self._options.stall_timeout)
-        task, has_dumped = asyncio.ensure_future(work), False
+        limit, stalls = (
+            start_limit(self._options.stall_timeout, self._options.start_patience),
+            self._stall_watch(client),
+        )
+        task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                silent = client.seconds_without_news()
-                if silent > limit and not has_dumped:
-                    logger.error(
-                        "the engine has said nothing for %.0f s while %s; asking for its stacks", silent, phase
-                    )
-                    client.dump_stacks()
-                    has_dumped = True
-                if silent > limit + _STACKS_GRACE:
-                    raise EngineDeadError(f"the engine stalled while {phase}: it said nothing for {silent:.0f} s")
-                await asyncio.wait([task], timeout=min(_LOOK_INTERVAL, limit / 2))
+                stalls.look(client.seconds_without_news(), limit, f"while {phase}, it has said nothing")
+                await asyncio.wait([task], timeout=min(LOOK_INTERVAL, limit / 2))
         finally:
             task.cancel()
         return task.result()
@@ -403,7 +424,8 @@ class EngineSupervisor:
 
     async def _watch(self, client: ServingClient, engine: AsyncEngine) -> EngineError:
         """Watch a serving engine until it dies or its outputs cannot be read any more."""
-        interval = min(_LOOK_INTERVAL, self._options.stall_timeout / 2)
+        interval = min(LOOK_INTERVAL, self._options.stall_timeout / 2)
+        stalls: dict[int, StallWatch] = {}  # by process
         death = asyncio.create_task(client.wait_dead())
         wanted = asyncio.create_task(self._wants_restart.wait())
         try:
@@ -414,29 +436,34 @@ class EngineSupervisor:
                 if engine.is_dead:
                     return EngineDeadError("the engine's outputs cannot be read any more; the log says why")
                 await asyncio.wait([death, wanted], timeout=interval, return_when=asyncio.FIRST_COMPLETED)
-                stalled_for = self._look_for_stall(client)
-                if stalled_for > self._options.stall_timeout + _STACKS_GRACE and not death.done():
-                    return EngineDeadError(f"the engine stalled: no step finished for {stalled_for:.0f} s")
+                for part in client.parts:
+                    self._look_for_stall(part, stalls.setdefault(part.pid, self._stall_watch(part)))
         finally:
             death.cancel()
             wanted.cancel()
         return death.result()
 
-    def _look_for_stall(self, client: ServingClient) -> float:
-        """Once per stall, have the engine say in its log where it hangs. Returns how long it has stalled, or 0."""
-        stalled_for = self._stalled_for()
-        if stalled_for and not self._has_dumped:
-            logger.error("requests wait and no step has finished for %.0f s; asking for its stacks", stalled_for)
-            client.dump_stacks()
-        self._has_dumped = stalled_for > 0
-        return stalled_for
+    def _stall_watch(self, client: ServingClient) -> StallWatch:
+        return StallWatch(client.dump_stacks, self._options.stacks_grace)
 
-    def _stalled_for(self) -> float:
-        """Seconds without a finished step, if the engine has stalled; otherwise 0."""
-        if self._client is not None and self.wanted.word is not None:
-            self._client.forgive_stall()
-        seconds = 0.0 if self._client is None else self._client.seconds_without_step()
-        return seconds if seconds > self._options.stall_timeout else 0.0
+    def _look_for_stall(self, part: ZmqClient, stalls: StallWatch) -> None:
+        """End a process that stalls, once it has said in its log where it hangs; other replicas go on."""
+        if part.is_dead:
+            return
+        try:
+            stalls.look(*self._silence(part))
+        except EngineDeadError as error:
+            part.end(str(error))
+
+    def _silence(self, part: ZmqClient) -> tuple[float, float, str]:
+        """Seconds without what a process should do now, how many of them make a stall, and what it is."""
+        word, timeout = self.wanted.word, self._options.stall_timeout
+        if word is not None:
+            part.forgive_stall()
+        if word == "changing":  # with "drain" it goes on with steps
+            silent = time.monotonic() - max(self.wanted.changing_since, part.step_at)
+            return silent, self._options.change_patience * timeout, "it is being changed and does not end"
+        return part.seconds_without_step(), timeout, "requests wait and no step has finished"
 
     def _take_phase(self, phase: StartupPhase) -> None:
         if self._status in ("starting", "restarting"):

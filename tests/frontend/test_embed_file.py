@@ -64,6 +64,17 @@ def test_a_run_with_other_texts_or_settings_is_not_continued(tmp_path: Path) -> 
         embed_file(job(tmp_path, ["a", "b", "d"]), Embedder(), show=False)
 
 
+def test_a_parquet_file_has_a_column_of_vectors(tmp_path: Path) -> None:
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="pyarrow is an extra: pip install 'quire[parquet]' runs this test"
+    )
+    work = job(tmp_path, ["a", "bc", "def"], out="v.parquet")
+    with pytest.raises(KeyboardInterrupt):
+        embed_file(work, Embedder(dies_at="def"), show=False)
+    assert embed_file(work, Embedder(), show=False) == (3, 2)
+    assert parquet.read_table(work.out).to_pydict() == {"vector": [[1, 97], [2, 98], [3, 100]]}
+
+
 @pytest.mark.parametrize("line", [3, "", {"words": "x"}])
 def test_a_line_without_a_text_is_named(line: Any, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"line 2 of .* has no text"):

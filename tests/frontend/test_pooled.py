@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.frontend import input_processor
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.llm import LLM
+from quire.frontend.pooled import filled
 from quire.types.errors import BatchError, RequestError
 from quire.types.outputs import EngineOutputs
 from quire.types.sampling import PoolingParams
@@ -32,6 +34,31 @@ def test_encode_gives_arrays_of_a_prompt_or_of_its_tokens() -> None:
     assert vector.outputs.data.tolist() == [2.0, 72.0]
     (matrix,) = llm().encode("Hi", pooling_task="token_embed")
     assert (matrix.outputs.data.shape, matrix.outputs.data.dtype) == ((2, 3), np.float32)
+
+
+def test_vectors_are_cut_to_sizes_that_the_model_was_trained_for() -> None:
+    trained = llm(dimensions=(2,))
+    assert len(trained.embed("Hi", pooling_params=PoolingParams(dimensions=2))[0].outputs.embedding) == 2
+    trained.embed("Hi", pooling_params=PoolingParams(dimensions=3))
+    with pytest.raises(RequestError, match=r"dimensions is 1, which the .* does not have; it gives 2, 3"):
+        trained.embed("Hi", pooling_params=PoolingParams(dimensions=1))
+    with pytest.raises(RequestError, match="it gives 3"):
+        llm(dimensions=()).embed("Hi", pooling_params=PoolingParams(dimensions=2))
+
+
+def test_equal_parameters_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of calls one after the other, each of which makes its own."""
+    calls: list[PoolingParams] = []
+
+    def count(params: PoolingParams, *others: Any) -> PoolingParams:
+        calls.append(params)
+        return filled(params, *others)
+
+    monkeypatch.setattr(input_processor, "filled", count)
+    model = llm()
+    for size in (None, None, 2, 2, None):
+        model.embed(["a", "b"], pooling_params=None if size is None else PoolingParams(dimensions=size))
+    assert [params.dimensions for params in calls] == [None, 2, None]
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from typing import Any
 
@@ -12,12 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.engine import stalls
 from quire.engine.zmq_client import ZmqClient
 from quire.frontend.restarting import MAX_RESTARTS, RestartingClient
+from quire.types.control import EngineState, LiveLimits, WeightsUpdate
 from quire.types.errors import BatchError, EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutputs, RequestOutput
 from quire.types.structured import StructuredOutputsParams
+from tests.engine.fake_engine import COMMAND, STALL
+from tests.engine.processes import request
 from tests.frontend.fake_client import text_model
 from tests.frontend.mortal import KillNow, MortalClient, never
 from tests.frontend.test_resumed_streams import ANSWER, random_params
@@ -48,7 +54,7 @@ class Engine(MortalClient):
 def llm_of(kills: KillNow) -> tuple[LLM, list[Engine]]:
     engines: list[Engine] = []
 
-    def launch() -> Engine:
+    def launch(weights: str | None) -> Engine:
         engines.append(Engine(ANSWER, kills=kills))
         return engines[-1]
 
@@ -106,7 +112,7 @@ def test_engines_that_give_nothing_are_given_up() -> None:
                 raise EngineDeadError("no memory")
             return self.info
 
-    def launch() -> Engine:
+    def launch(weights: str | None) -> Engine:
         engines.append(Stillborn(ANSWER, kills=lambda engine: True))
         return engines[-1]
 
@@ -116,10 +122,79 @@ def test_engines_that_give_nothing_are_given_up() -> None:
     assert len(engines) == 1 + MAX_RESTARTS
 
 
-def test_weights_are_not_updated_where_the_next_engine_would_not_have_them() -> None:
-    llm, _ = llm_of(never)
-    with pytest.raises(EngineError, match="leave engine_process out"):
-        llm.update_weights("/elsewhere")
+def test_an_engine_that_stalls_is_replaced_and_says_where_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that stalls it is found, as one that kills it is; a start that hangs ends, too."""
+    monkeypatch.setattr(stalls, "STACKS_GRACE", 0.1)
+    monkeypatch.setattr(stalls, "_LEAST_PATIENCE", 2.0)
+    lines: list[str] = []
+
+    def launch(words: str = "long") -> ZmqClient:
+        config = EngineConfig.from_flat(model=words)
+        return ZmqClient(config, command=COMMAND, take_line=lines.append, stall_timeout=0.3)
+
+    client = RestartingClient(lambda weights: launch())
+    client.add_request(request("stalls", [STALL]))
+    (output,) = client.get_outputs().outputs
+    client.shutdown()
+    assert re.search("died twice while it ran this request.*stalled: no step has finished", output.error or "")
+    assert any("fake_engine.py" in line and "execute" in line for line in lines)
+    starting = launch("hang-at-start")
+    with pytest.raises(EngineDeadError, match="stalled: it has said nothing"):
+        starting.wait_ready()
+    starting.shutdown()
+
+
+class Held(Engine):
+    """Remembers what it was told; weights that are called bad do not fit."""
+
+    def __init__(self, weights: str | None) -> None:
+        super().__init__(ANSWER)
+        self.weights, self.told = weights, dict[str, object]()
+        self.error: str | None = None
+
+    def call(self, verb: str, argument: object = None, **_: Any) -> Any:
+        self._check_alive()
+        self.told[verb] = argument
+        if verb == "set_limits" and argument == LiveLimits(0):
+            raise EngineError("there must be one")
+        if verb in ("sleep", "wake", "update_weights"):
+            self.error = "they do not fit" if argument == WeightsUpdate("bad") else None
+        limits = argument if isinstance(argument, LiveLimits) else LiveLimits()
+        return EngineState(
+            0, False, None, self.error, "", limits.max_num_seqs or 8, limits.max_num_batched_tokens or 9
+        )
+
+
+def test_the_next_engine_is_as_the_last_was_made() -> None:
+    engines: list[Held] = []
+
+    def launch(weights: str | None) -> Held:
+        engines.append(Held(weights))
+        return engines[-1]
+
+    llm = LLM.from_client(RestartingClient(launch), text_model())
+    llm.set_limits(max_num_seqs=4)
+    with pytest.raises(EngineError):
+        llm.set_limits(max_num_seqs=0)
+    llm.set_log_level("debug")
+    llm.update_weights("good")
+    with pytest.raises(EngineError, match="do not fit"):
+        llm.update_weights("bad")
+    llm.sleep(2)
+    engines[0].kill()
+    assert llm.state().max_num_seqs == 8
+    assert engines[1].weights == "good"
+    assert engines[1].told == {"set_limits": LiveLimits(4, 9), "set_log_level": "debug", "sleep": 2, "state": None}
+    llm.wake_up()
+    engines[1].kill()
+    llm.pause()
+    assert "sleep" not in engines[2].told
+    with pytest.raises(EngineError, match="resume"):
+        llm.generate("a")
+    with pytest.raises(EngineError, match="without engine_process"):
+        llm.collective_rpc(print)
+    llm.resume()
+    assert engines[2].told["pause"] is False
 
 
 def test_a_batch_outlives_its_engine_process() -> None:

@@ -12,8 +12,9 @@ import pytest
 from quire.server.adapters import ServedAdapters, read_lora_modules
 from quire.types.errors import AdapterError, ConfigError
 from quire.types.request import AdapterRef, EngineRequest
-from tests.frontend.fake_client import FakeClient
+from tests.frontend.fake_client import ClassifyingClient, FakeClient, PoolingClient
 from tests.server.helpers import MODEL, serving
+from tests.server.pooling_bodies import POOLING_BODIES
 
 SQL = AdapterRef("sql", "1234", "/adapters/sql")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -70,6 +71,21 @@ async def test_ollamas_clients_find_adapters_too(name: str) -> None:
             assert (answer.status_code, answer.json()["model"]) == (200, name)
     assert "ADAPTER sql" in shown["modelfile"]
     assert seen == [SQL, SQL, SQL]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [*POOLING_BODIES.items(), ("/api/embed", {"input": "Hi"}), ("/api/embeddings", {"prompt": "Hi"})],
+)
+async def test_what_pools_takes_adapters_too(path: str, body: dict[str, Any]) -> None:
+    client = ClassifyingClient("no", "yes") if path == "/classify" else PoolingClient()
+    client.info = msgspec.structs.replace(client.info, takes_adapters=True)
+    async with serving(client, adapters=ServedAdapters([SQL])) as session:
+        for name in ("sql", MODEL):
+            answer = await session.post(path, json={**body, "model": name})
+            assert answer.status_code == 200, answer.text
+    half = len(client.added) // 2
+    assert [request.adapter for request in client.added] == [SQL] * half + [None] * half
 
 
 async def test_adapters_are_listed_with_their_parent() -> None:

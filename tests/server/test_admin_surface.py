@@ -19,7 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import admin_address, admin_address_of
 from quire.engine.replicas import ReplicaClient
-from quire.engine.standby import StandbyEngine
+from quire.engine.spare import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.frontend.async_engine import AsyncEngine
 from quire.server.adapter_loading import AdapterLoader
@@ -30,7 +30,7 @@ from quire.server.control.operator import EngineOperator, Wanted
 from quire.server.control.verbs import MAX_BODY, VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
-from quire.types.errors import ConfigError, EngineError, EngineUnavailableError
+from quire.types.errors import ConfigError, EngineDeadError, EngineError, EngineUnavailableError
 from tests.engine.fake_engine import COMMAND
 from tests.engine.processes import LIMIT
 from tests.frontend.fake_client import FakeClient, text_model
@@ -55,6 +55,12 @@ class FakeServer:
     async def resize(self, count: int) -> int:
         self.num_replicas = count
         return count
+
+    async def drain_replica(self, index: int) -> None:
+        self.drained = index
+
+    async def restore_replica(self, index: int) -> None:
+        assert self.drained == index
 
     async def restart_engine(self) -> int:
         if self.engine_pid is None:
@@ -81,6 +87,8 @@ async def test_verbs_are_listed_and_run() -> None:
         assert (await http.post("/admin/restart-engine")).json() == {"old_pid": 7, "new_pid": 8}
         assert (await http.post("/admin/replicas", json=3)).json() == {"before": 2, "replicas": 3}
         assert (await http.get("/admin/status")).json()["num_replicas"] == 3
+        assert (await http.post("/admin/drain-replica", json=1)).json() == {"drained": 1}
+        assert (await http.post("/admin/restore-replica", json=1)).json() == {"restored": 1}
         for wrong in (0, -1, 1.5, "two", None):
             assert (await http.post("/admin/replicas", json=wrong)).status_code == 400, wrong
 
@@ -98,6 +106,39 @@ async def test_loads_of_experts_are_told_if_they_are_counted() -> None:
     async with client(FakeServer()) as http:
         refused = await http.get("/admin/expert-load")
         assert (refused.status_code, "--expert-load-stats" in refused.json()["error"]) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "after"), [(None, None), (EngineError("no memory"), "asleep"), (EngineDeadError("it died"), None)]
+)
+async def test_an_engine_that_wakes_is_not_asleep(failure: EngineError | None, after: str | None) -> None:
+    """Its answers may come before the end of the call that wakes it; one that dies meanwhile comes back awake."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    class Engine:
+        async def wake_up(self) -> None:
+            begun.set()
+            await may_end.wait()
+            if failure is not None:
+                raise failure
+
+        async def state(self) -> None: ...
+
+    class Sleeping(FakeServer):
+        wanted = Wanted(EngineConfig.from_flat(model="fake"))
+
+        @property
+        def operated_engine(self) -> AsyncEngine:
+            return cast(AsyncEngine, Engine())
+
+    server = Sleeping()
+    server.wanted.level, server.wanted.refuses = 1, True
+    waking = asyncio.create_task(EngineOperator(server).wake())
+    await begun.wait()
+    assert (server.wanted.word, server.wanted.refuses) == ("changing", False)
+    may_end.set()
+    assert (await asyncio.gather(waking, return_exceptions=True))[0] is failure
+    assert (server.wanted.word, server.wanted.refuses) == (after, after is not None)
 
 
 async def test_what_is_refused() -> None:
@@ -261,15 +302,13 @@ async def _until(condition: object) -> None:
 
 
 async def test_an_engine_that_hangs_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.supervisor._STACKS_GRACE", 0.05)
-    monkeypatch.setattr("quire.server.supervisor._START_PATIENCE", 1.0)
     monkeypatch.setattr("quire.engine.zmq_client.STOP_GRACE", 0.05)
     words = iter(["hang-at-start", "long", "long"])
 
     def launch(config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
         return ZmqClient(EngineConfig.from_flat(model=next(words)), command=COMMAND, on_phase=on_phase)
 
-    options = SupervisorOptions(stall_timeout=2.5, restart_backoff=0.001)
+    options = SupervisorOptions(stall_timeout=2.5, start_patience=1.0, stacks_grace=0.05, restart_backoff=0.001)
     supervisor = EngineSupervisor(EngineConfig.from_flat(model="fake"), text_model(), options, launch=launch)
     try:
         await asyncio.wait_for(supervisor.start(), LIMIT)

@@ -107,6 +107,37 @@ def test_a_trickle_of_headers_does_not_extend_the_deadline() -> None:
     assert answer.startswith(b"HTTP/1.1 408")
 
 
+def test_a_trickle_of_a_body_does_not_extend_the_deadline() -> None:
+    with live_server(header_timeout=0.5) as server, server.connect() as connection:
+        connection.settimeout(0.05)
+        connection.sendall(HEAD + b"Content-Length: 10000\r\n\r\n{")
+        begin = time.monotonic()
+        is_closed = False
+        while not is_closed and time.monotonic() - begin < 5:
+            try:
+                connection.sendall(b" ")
+                is_closed = connection.recv(1000) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                is_closed = True
+    assert is_closed
+
+
+def test_a_body_that_comes_steadily_may_take_several_timeouts() -> None:
+    body = request().partition(b"\r\n\r\n")[2] + b" " * 8000
+    with live_server(FakeClient("hello"), header_timeout=0.3) as server, server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+        connection.settimeout(0.1)
+        for begin in range(0, len(body), 1000):
+            connection.sendall(body[begin : begin + 1000])
+            if begin + 1000 < len(body):
+                with pytest.raises(TimeoutError):  # nothing comes, and the connection stays open
+                    connection.recv(1)
+        connection.settimeout(10)
+        assert b"200 OK" in connection.recv(1 << 16)
+
+
 def test_a_slow_answer_is_no_slow_request() -> None:
     """The deadline is the request's: an answer may take longer."""
     slow = long_client(lambda request: (65 for _ in range(3000)))

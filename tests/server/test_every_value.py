@@ -29,8 +29,9 @@ EXTREMES = (1e-38, -1e-45, 3.5e38, -1e39, 1e308, 1 << 31, -(1 << 63) - 1, 1 << 6
 NAN = ("NaN", "Infinity", "1e999")
 APP = make_app()
 HOLES = list(holes(APP))
-OPERATORS = {path for (_, path), access in ROUTES.items() if access.key == "admin"}  # refused before they are read
-PATHS = sorted({hole.path for hole in HOLES} - OPERATORS)
+OPERATORS = {path for (_, path), access in ROUTES.items() if access.key == "admin"}
+ADMIN_KEY = "operator"
+PATHS = sorted({hole.path for hole in HOLES})
 
 
 def test_the_schemas_are_looked_into() -> None:
@@ -53,12 +54,14 @@ def test_the_schemas_are_looked_into() -> None:
         "/v1/completions",
         "/v1/completions/render",
         "/v1/embeddings",
+        "/v1/load_lora_adapter",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/rerank",
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/score",
+        "/v1/unload_lora_adapter",
         "/v2/rerank",
     ]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
@@ -71,7 +74,7 @@ def test_the_schemas_are_looked_into() -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_string_with_a_lone_surrogate(path: str) -> None:
     client = long_client("x")
-    async with http(make_app(client)) as session:
+    async with http(make_app(client, admin_keys=(ADMIN_KEY,))) as session:
         for hole in holes_of(path, "string"):
             for value in ("\ud800", "a\udc00b"):
                 answer = await post(session, path, json.dumps(hole.body(value)))
@@ -84,11 +87,11 @@ async def test_every_number_with_extremes(path: str) -> None:
     client = PoolingClient() if path in POOLING_BODIES or "/embed" in path else long_client("x")
     if path == "/classify":
         client = ClassifyingClient("a")
-    async with http(make_app(client)) as session:
+    async with http(make_app(client, admin_keys=(ADMIN_KEY,))) as session:
         for hole in holes_of(path, "number"):
             for value in EXTREMES:
                 answer = await post(session, path, json.dumps(hole.body(value)))
-                if answer.status_code != 200:
+                if answer.status_code != 200 and not names_no_adapter(answer, path):
                     assert_names(answer, hole, value)
             for word in NAN:
                 body = json.dumps(hole.body("a hole")).replace('"a hole"', word)
@@ -104,7 +107,18 @@ def holes_of(path: str, kind: str) -> list[Hole]:
 
 
 async def post(session: httpx.AsyncClient, path: str, body: str) -> httpx.Response:
-    return await session.post(path, content=body, headers={"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if path in OPERATORS:
+        headers["authorization"] = f"Bearer {ADMIN_KEY}"
+    return await session.post(path, content=body, headers=headers)
+
+
+def names_no_adapter(answer: httpx.Response, path: str) -> bool:
+    """Whether an operator's body was taken as it is: the least one names an adapter that there is not."""
+    return path in OPERATORS and (answer.status_code, answer.json()["error"]["param"]) in (
+        (400, "lora_path"),
+        (404, "lora_name"),
+    )
 
 
 def assert_names(answer: httpx.Response, hole: Hole, value: Any = None) -> None:

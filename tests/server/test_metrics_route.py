@@ -13,7 +13,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.metrics.telemetry import Telemetry, make_telemetry
 from quire.server.app import build_app
 from quire.server.metrics_route import make_metrics_router
-from tests.frontend.fake_client import FakeClient
+from tests.frontend.fake_client import FakeClient, PoolingClient
 from tests.metrics.scrape import Scrape
 from tests.server.helpers import FakeProvider, http
 
@@ -67,6 +67,24 @@ async def test_usage_told_to_clients_is_what_is_counted() -> None:
     route = {"method": "POST", "route": "/v1/completions"}
     assert found.get("http_requests_total", **route, status="200") == 20
     assert found.get("http_requests_total", **route, status="400") == 1
+    provider.telemetry.observer.close()
+
+
+async def test_pooled_prompts_are_counted() -> None:
+    app, provider = make(PoolingClient())
+    async with http(app) as client:
+        answers = [
+            await client.post("/v1/embeddings", json={"input": ["Hello", "you"]}),
+            await client.post("/score", json={"text_1": "abc", "text_2": ["de", "f"]}),
+            await client.post("/v1/embeddings", json={"input": []}),
+        ]
+        found = await scraped(client)
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    assert found.get("prompt_tokens_total") == 8 + 6
+    assert found.get("generation_tokens_total") == 0
+    assert found.get("e2e_request_latency_seconds_count") == 5
+    for route, status in (("/v1/embeddings", "200"), ("/v1/embeddings", "400"), ("/score", "200")):
+        assert found.get("http_requests_total", method="POST", route=route, status=status) == 1
     provider.telemetry.observer.close()
 
 

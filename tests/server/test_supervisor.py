@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.engine.replicas import ReplicaClient
 from quire.engine.spare import NO_SPARE, SpareEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.metrics.prometheus import PrometheusObserver
-from quire.server import supervisor as supervisor_module
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
 from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError, GenerationError
 from quire.types.outputs import RequestOutput
@@ -298,15 +299,80 @@ async def test_a_stalled_engine_is_told_by_health_and_asked_for_its_stacks_once(
             await stream
 
 
-async def test_a_stalled_engine_is_replaced_and_who_stalls_it_twice_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(supervisor_module, "_STACKS_GRACE", 0.05)
-    async with keeper(stall_timeout=0.2) as kept:
-        with pytest.raises(GenerationError, match=r"died twice.*stalled: no step finished"):
+async def test_a_stalled_engine_is_replaced_and_who_stalls_it_twice_is_refused() -> None:
+    async with keeper(stall_timeout=0.2, stacks_grace=0.05) as kept:
+        with pytest.raises(GenerationError, match=r"died twice.*stalled: requests wait and no step has finished"):
             await asyncio.wait_for(complete(kept.supervisor, [STALL]), LIMIT)
         assert await asyncio.wait_for(complete(kept.supervisor, [3]), LIMIT) == expected([3])
         assert len(kept.clients) == 3
+
+
+@pytest.mark.parametrize("word", ["changing", "paused"])
+async def test_a_change_may_be_slow_but_not_for_ever(word: str) -> None:
+    """A pause may. Requests that come meanwhile wait, and go on in the next engine."""
+    async with keeper("long,slow", stall_timeout=0.1, change_patience=4.0, stacks_grace=0.05) as kept:
+        supervisor = kept.supervisor
+        before = asyncio.create_task(complete(supervisor, [1], 300))  # its steps are progress, for 0.6 s and more
+        if word == "paused":
+            supervisor.wanted.is_paused = True
+        else:
+            supervisor.wanted.is_changing, supervisor.wanted.changing_since = True, time.monotonic()
+        assert await before == expected([1], 300)
+        assert supervisor.health().status == word
+        stream, since = asyncio.create_task(complete(supervisor, [STALL])), time.monotonic()
+        if word == "paused":
+            await kept.until(lambda: supervisor.engine.num_requests == 1)
+            await kept.until(lambda: time.monotonic() > since + 0.6)  # more than the limit of a change
+            assert supervisor.health().status == "paused"
+            assert len(kept.clients) == 1
+            stream.cancel()
+            return
+        await kept.until_status("stalled")
+        assert "is being changed and does not end" in supervisor.health().detail
+        await kept.until(lambda: len(kept.clients) == 2)
+        supervisor.wanted.is_changing = False
+        assert any("most recent call first" in line for line in kept.lines)
+        with pytest.raises(GenerationError, match="died twice"):
+            await asyncio.wait_for(stream, LIMIT)
+
+
+async def test_a_stopped_engine_is_replaced_in_five_seconds_and_its_streams_go_on() -> None:
+    async with keeper("long,slow") as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [3], 600))
+        await kept.until(lambda: kept.clients[0].stats.num_running == 1)
+        begin = time.monotonic()
+        os.kill(kept.clients[0].pid, signal.SIGSTOP)
+        await kept.until_status("restarting")
+        assert time.monotonic() - begin < 8.0, "4 s, and what a busy machine adds"
+        assert "stands still: it gave no heartbeat for 4 s" in kept.supervisor.health().detail
+        assert await asyncio.wait_for(stream, LIMIT) == expected([3], 600)
+
+
+async def test_of_replicas_the_one_that_stalls_is_replaced_alone() -> None:
+    config = EngineConfig.from_flat(model="long,slow")
+
+    def launch(_: EngineConfig, on_phase: OnPhase) -> ReplicaClient:
+        return ReplicaClient(2, lambda index, count: ZmqClient(config, command=COMMAND))
+
+    options = SupervisorOptions(stall_timeout=0.5, stacks_grace=0.05)
+    supervisor = EngineSupervisor(config, text_model(), options, launch=launch)
+    try:
+        await asyncio.wait_for(supervisor.start(), LIMIT)
+        client = supervisor._client
+        assert isinstance(client, ReplicaClient)
+        streams = [asyncio.create_task(complete(supervisor, [3 + index] * 20, 600)) for index in range(2)]
+        victim, other = client.pids
+        while client.stats.num_running < 2:
+            await asyncio.sleep(0.01)
+        os.kill(victim, signal.SIGSTOP)
+        for index, stream in enumerate(streams):
+            assert await asyncio.wait_for(stream, LIMIT) == expected([3 + index] * 20, 600)
+        assert supervisor.health().status == "ready"
+        assert supervisor.health().num_restarts == 0
+        assert other in client.pids
+        assert victim not in client.pids
+    finally:
+        await supervisor.stop()
 
 
 async def test_an_engine_without_requests_or_with_steps_is_not_stalled() -> None:
@@ -316,12 +382,9 @@ async def test_an_engine_without_requests_or_with_steps_is_not_stalled() -> None
         assert not any("most recent call" in line for line in kept.lines)
 
 
-async def test_a_drain_says_what_it_waits_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_module, "_DRAIN_INTERVAL", 0.05)
+async def test_a_drain_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire")
-    async with keeper("long,slow", drain_timeout=0.3) as kept:
+    async with keeper("long,slow", drain_timeout=0.3, drain_interval=0.05) as kept:
         streams = [asyncio.create_task(complete(kept.supervisor, [1, i], 4000)) for i in range(6)]
         await kept.until(lambda: kept.supervisor.stats.num_running == 6)
         first = kept.supervisor.engine.request_ids[0]

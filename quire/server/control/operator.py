@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, Protocol
 
@@ -40,6 +41,7 @@ class Wanted:
         self.refuses = False
         self.is_paused = False
         self.is_changing = False
+        self.changing_since = 0.0  # on the monotonic clock
         self.limits = LiveLimits()
         self.log_level: str | None = None
 
@@ -75,7 +77,7 @@ class Operated(Protocol):
 
 
 class EngineOperator:
-    """What was asked for is remembered once it is done. A new folder of weights is before: no crash undoes it."""
+    """What was asked for is remembered once it is done. New weights and waking are before: no crash undoes them."""
 
     def __init__(self, supervisor: Operated) -> None:
         self._supervisor = supervisor
@@ -97,8 +99,18 @@ class EngineOperator:
         return await self.state()
 
     async def wake(self) -> EngineState:
-        await self._changing(self._engine.wake_up())
-        self._wanted.level, self._wanted.refuses = 0, False
+        """It counts as changing from here on: its first answers may be out before the word that it is awake."""
+        wanted = self._wanted
+        before = wanted.level, wanted.refuses
+        waking = self._changing(self._engine.wake_up())
+        wanted.level, wanted.refuses = 0, False
+        try:
+            await waking
+        except EngineDeadError:  # the next one comes awake
+            raise
+        except EngineError:
+            wanted.level, wanted.refuses = before
+            raise
         return await self.state()
 
     async def update_weights(self, update: WeightsUpdate) -> EngineState:
@@ -187,7 +199,7 @@ class EngineOperator:
         if self._wanted.is_changing:
             work.close()
             raise EngineError("the engine is being changed already; wait until that has ended")
-        self._wanted.is_changing = True
+        self._wanted.is_changing, self._wanted.changing_since = True, time.monotonic()
         try:
             await work
         finally:

@@ -42,6 +42,14 @@ class Supervised(Protocol):
         """Have as many replicas of the engine; no open request is lost. Returns their number."""
         ...
 
+    async def drain_replica(self, index: int) -> None:
+        """Let one replica finish what it has, and end it."""
+        ...
+
+    async def restore_replica(self, index: int) -> None:
+        """Launch a replica that was drained."""
+        ...
+
 
 @dataclass(frozen=True)
 class Controlled:
@@ -103,6 +111,16 @@ async def _replicas(server: Controlled, argument: int) -> dict[str, Any]:
         raise RequestError(f"replicas is {argument} but must be at least 1", "replicas")
     before = server.engine.num_replicas
     return {"before": before, "replicas": await server.engine.resize(argument)}
+
+
+async def _drain_replica(server: Controlled, argument: int) -> dict[str, int]:
+    await server.engine.drain_replica(argument)
+    return {"drained": argument}
+
+
+async def _restore_replica(server: Controlled, argument: int) -> dict[str, int]:
+    await server.engine.restore_replica(argument)
+    return {"restored": argument}
 
 
 async def _load_adapter(server: Controlled, argument: LoadAdapter) -> AdapterRef:
@@ -173,6 +191,10 @@ REPLICAS = AdminVerb(
     int,
     _replicas,
 )
+DRAIN_REPLICA = AdminVerb(
+    "end replica N when it has finished what it has; the others go on", "changes", int, _drain_replica
+)
+RESTORE_REPLICA = AdminVerb("launch replica N again, which was drained", "changes", int, _restore_replica)
 LOAD_ADAPTER = AdminVerb(
     'serve a LoRA adapter: {"lora_name": NAME, "lora_path": FOLDER}', "changes", LoadAdapter, _load_adapter
 )
@@ -219,6 +241,8 @@ VERBS: Registry[AdminVerb] = Registry(
         "status": "verbs:STATUS",
         "restart-engine": "verbs:RESTART_ENGINE",
         "replicas": "verbs:REPLICAS",
+        "drain-replica": "verbs:DRAIN_REPLICA",
+        "restore-replica": "verbs:RESTORE_REPLICA",
         "load-adapter": "verbs:LOAD_ADAPTER",
         "unload-adapter": "verbs:UNLOAD_ADAPTER",
         "state": "verbs:STATE",

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
+from urllib.parse import quote
 
 from fastapi import FastAPI
 
@@ -220,7 +221,7 @@ def _add(
     entry, name = model.entry, model.entry.name
     settings = entry.server
     if settings.journal is not None:
-        settings = replace(settings, journal=f"{settings.journal}/{name}")
+        settings = replace(settings, journal=f"{settings.journal}/model-{quote(name, safe='')}")
     if launch is None:
         launch = partial(launch_client, take_line=_named_lines(name, settings, model.monitor))
     observer = model.telemetry.observer

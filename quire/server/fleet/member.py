@@ -133,6 +133,12 @@ class OperatedEngine:
     async def resize(self, count: int) -> int:
         raise RequestError("replicas are for a server of one model; start one for each", "replicas")
 
+    async def drain_replica(self, index: int) -> None:
+        await self.resize(index)
+
+    async def restore_replica(self, index: int) -> None:
+        await self.resize(index)
+
     def health(self) -> ModelStatus:
         health = self._fleet.member_health(self._model.name)
         return ModelStatus(health.status, health.detail, self._model.num_open)

@@ -66,9 +66,10 @@ RENAMED: dict[str, tuple[str, Harmless]] = {
     "structural_tag": ('structured_outputs: {"structural_tag": ...}', never),
 }
 
-# Fields that are understood and need nothing done: notes of the client's own, and hints that change no answer.
+# Fields that are understood and change no answer: notes of the client's own, and hints (see SESSION_FIELDS).
 ACCEPTED = frozenset(
     {
+        "keep_alive",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -89,11 +90,14 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "background": ("/v1/responses", one_of(False)),
     "beam_width": ("/v1/chat/completions", one_of(1)),
     "best_of": ("/v1/completions", one_of(1)),
+    "context": ("the whole conversation, which is what a context of Ollama's says", empty),
     "continue_final_message": ("", one_of(False)),
     "dimensions": ("/v1/embeddings", never),
     "echo": ("", one_of(False)),
     "encoding_format": ("/v1/embeddings", never),
     "enable_response_messages": ("/v1/responses", one_of(False)),
+    "format": ("response_format, or what stands for it here", empty),
+    "images": ("", empty),
     "include": ("/v1/responses", empty),
     "include_reasoning": ("", one_of(True)),
     "input": ("the name of the prompt here: messages or prompt", never),
@@ -107,6 +111,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "max_tool_calls": ("/v1/responses", never),
     "messages": ("the name of the prompt here: prompt or input", never),
     "n": ("several requests", one_of(1)),
+    "options": ("each option as a field of its own, such as temperature", empty),
     "output_config": ("reasoning_effort, response_format, or what stands for them here", empty),
     "output_format": ("response_format, or what stands for it here", never),
     "parallel_tool_calls": ("tool_choice.disable_parallel_tool_use, where there are tools", one_of(True)),
@@ -115,6 +120,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "prompt_embeds": ("/v1/completions", never),
     "prompt_logprobs": ("/v1/completions", never),
     "prompt_name": ("/v1/embeddings", never),
+    "raw": ("/v1/completions", one_of(False)),
     "reasoning": ("reasoning_effort, or thinking of /v1/messages", empty),
     "reasoning_effort": ("reasoning.effort of /v1/responses, or output_config.effort of /v1/messages", never),
     "response_format": (
@@ -129,19 +135,22 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "step_tag_id": ("/pooling", never),
     "suffix": ("/v1/completions", empty),
     "system": ("a system message", empty),
+    "template": ("chat_template of /v1/chat/completions", empty),
     "text": ("response_format", empty),
+    "think": ("reasoning_effort, or thinking of /v1/messages", never),
     "thinking": ("reasoning_effort", empty),
     "tokens": ("/detokenize", never),
     "tool_choice": ("a conversation, which has tools", one_of("auto", "none")),
     "tools": ("a conversation, which has tools", empty),
     "top_logprobs": ("logprobs", one_of(0)),
+    "truncate": ("truncate_prompt_tokens", one_of(False)),
     "truncation": ("truncate_prompt_tokens", one_of("disabled")),
     "use_activation": ("/v1/embeddings", never),
     "use_beam_search": ("/v1/chat/completions", one_of(False)),
     "chat_template": ("a conversation, which has a template", never),
     "chat_template_kwargs": ("a conversation, which has a template", empty),
     "documents": ("a conversation, which has a template", empty),
-    **{name: ("an endpoint that generates", never) for name in GenerationFields.model_fields if name != "model"},
+    **{name: ("/v1/chat/completions", never) for name in GenerationFields.model_fields if name != "model"},
     "activation": ("/v1/embeddings", never),
     "instruction": ("/rerank", never),
     "max_tokens_per_doc": ("/rerank", never),
@@ -168,23 +177,27 @@ NO_EFFECT_ON_PROMPTS = frozenset(
 
 
 def check_extra_fields(
-    extra: Mapping[str, Any], context: ServerContext, route: str, no_effect: Collection[str] = ()
+    extra: Mapping[str, Any], context: ServerContext, route: str, no_effect: Collection[str] = (), parent: str = ""
 ) -> None:
-    """Refuse by name the fields that must not be ignored; ignore the rest, and all that are in `no_effect`."""
+    """Refuse by name the fields that must not be ignored; ignore the rest, and all that are in `no_effect`.
+
+    `parent` is what stands before the names of fields that are not on the body's top level, such as `options.`.
+    """
     for name, value in extra.items():
         if value is None or name in ACCEPTED or name in no_effect:
             continue
+        path = parent + name
         if name in RENAMED:
             instead, harmless = RENAMED[name]
             if not harmless(value):
-                raise RequestError(f"{name} is not a field any more; use {instead}", name)
+                raise RequestError(f"{path} is not a field any more; use {instead}", path)
         elif name in UNSUPPORTED:
             if not UNSUPPORTED[name](value):
-                raise RequestError(f"{name} is not supported yet; leave it out", name)
+                raise RequestError(f"{path} is not supported yet; leave it out", path)
         elif name in ELSEWHERE:
             instead, harmless = ELSEWHERE[name]
             if not harmless(value):
                 hint = f"; use {instead}" if instead else "; leave it out"
-                raise RequestError(f"{name} is not a field of {route}{hint}", name)
+                raise RequestError(f"{path} is not a field of {route}{hint}", path)
         else:
-            context.note_ignored_field(route, name)
+            context.note_ignored_field(route, path)

@@ -25,6 +25,9 @@ SmallInt = Annotated[int, Field(ge=-INT32, le=INT32)]
 _NOT_PLAIN = frozenset({"logprobs", "max_tokens", "repetition_detection", "structured_outputs"})
 
 
+SESSION_FIELDS = ("session_id", "prompt_cache_key")  # hints: what stays in one replica. `user` is more than a session
+
+
 class RepetitionDetection(BaseModel):
     """End an output whose last tokens are one pattern, several times in a row."""
 
@@ -123,7 +126,7 @@ class GenerationFields(BaseModel):
 
 
 def engine_prompt(body: GenerationFields, prompt: str | list[int]) -> dict[str, Any]:
-    """A prompt in the engine's form, with the request's salt and prediction."""
+    """A prompt in the engine's form, with the request's salt, prediction and session."""
     named: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     if body.cache_salt is not None:
         if not body.cache_salt.isprintable():
@@ -131,4 +134,7 @@ def engine_prompt(body: GenerationFields, prompt: str | list[int]) -> dict[str, 
         named["cache_salt"] = body.cache_salt
     if body.prediction is not None:
         named["prediction"] = body.prediction.text
+    given = body.model_dump(include=set(SESSION_FIELDS))
+    if session := next((given[name] for name in SESSION_FIELDS if isinstance(given.get(name), str)), None):
+        named["session"] = session
     return named

@@ -8,7 +8,15 @@ from quire.types.outputs import RequestOutput
 class UsageCounter:
     """Counts over all prompts, completions and turns of one HTTP request."""
 
-    __slots__ = ("_cached", "_predicted", "_prompts", "_reasoning", "completion_tokens", "has_prediction")
+    __slots__ = (
+        "_cached",
+        "_no_state",
+        "_predicted",
+        "_prompts",
+        "_reasoning",
+        "completion_tokens",
+        "has_prediction",
+    )
 
     def __init__(self, *, has_prediction: bool = False) -> None:
         """`has_prediction`: the request said what its answer will be like."""
@@ -16,6 +24,7 @@ class UsageCounter:
         self._predicted: dict[tuple[str, int], tuple[int, int]] = {}
         self._prompts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
+        self._no_state: dict[str, int] = {}
         self._reasoning: dict[tuple[str, int], int] = {}
         self.completion_tokens = 0
 
@@ -27,6 +36,11 @@ class UsageCounter:
     def cached_tokens(self) -> int:
         """Of the prompt tokens, those of cached prefixes; known with a prompt's first output token."""
         return sum(self._cached.values())
+
+    @property
+    def no_state_tokens(self) -> int:
+        """Prompt tokens whose blocks were cached, but no state of recurrent layers to go on from."""
+        return sum(self._no_state.values())
 
     @property
     def reasoning_tokens(self) -> int:
@@ -46,6 +60,7 @@ class UsageCounter:
         """Take in the prompt of a delta, and nothing that was generated."""
         self._prompts[output.request_id] = len(output.prompt_token_ids)
         self._cached[output.request_id] = output.num_cached_tokens or 0
+        self._no_state[output.request_id] = output.metrics.num_without_state
 
     def add(self, output: RequestOutput) -> None:
         """Take in a delta, or a whole output."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.server.context import ServerContext
 from quire.server.conversation.request import Conversation, OutputFormat, Tool, check_tools
+from quire.server.generation.field_table import check_extra_fields
 from quire.server.generation.fields import GenerationFields
 from quire.server.ollama.protocol import ChatRequest, GenerateRequest, InputMessage, Options, RunFields
 from quire.types.errors import RequestError
@@ -31,6 +32,16 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
 }
+# Options about how Ollama loads and runs a model, and parameters of those that are not supported.
+OPTION_HINTS = frozenset(
+    {
+        *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock"),
+        *("vocab_only", "logits_all", "num_keep", "repeat_last_n", "penalize_newline", "mirostat_tau"),
+        *("mirostat_eta", "num_gqa", "rope_frequency_base", "rope_frequency_scale", "embedding_only"),
+        *("draft_num_predict", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("xtc_threshold",),
+    }
+)
 
 
 @contextmanager
@@ -49,19 +60,19 @@ def options_named() -> Iterator[None]:
 def generation_fields(options: Options | None, body: RunFields, model: str) -> GenerationFields:
     """The options as the fields that requests of all APIs have."""
     given = {} if options is None else options.model_dump(exclude_none=True, include=set(Options.model_fields))
-    if options is not None:
-        check_options(options.model_extra or {})
     fields = {_FIELDS.get(name, name): value for name, value in given.items() if name in _PLAIN}
     if fields.get("seed") == -1:
         del fields["seed"]
     return GenerationFields(model=model, stream=body.stream is not False, **fields)
 
 
-def check_options(extra: Mapping[str, Any]) -> None:
-    """Refuse options that change answers; others are about how Ollama runs a model."""
+def check_options(context: ServerContext, options: Options | None, route: str) -> None:
+    """Refuse options that change answers; the hints are about how Ollama runs a model."""
+    extra = {} if options is None else options.model_extra or {}
     for name, harmless in _UNSUPPORTED.items():
         if extra.get(name) is not None and extra[name] not in harmless:
             raise RequestError(f"options.{name} is not supported here; leave it out", f"options.{name}")
+    check_extra_fields(extra, context, route, OPTION_HINTS | _UNSUPPORTED.keys(), parent="options.")
 
 
 def keep_alive_seconds(value: int | float | str) -> float | None:

@@ -41,7 +41,6 @@ from quire.server.ollama.protocol import (
     EmbedRequest,
     GenerateRequest,
     Line,
-    Options,
     RunFields,
 )
 from quire.server.pooling.work import pool_all
@@ -113,6 +112,7 @@ def check(context: ServerContext, body: RunFields, route: str) -> str:
     model = context.check_model(body.model, "generate")
     keep_alive(context, body.keep_alive)
     check_extra_fields(body.model_extra or {}, context, route, HINTS)
+    check_options(context, body.options, route)
     longest, wanted = context.max_model_len(), None if body.options is None else body.options.num_ctx
     if longest is not None and wanted is not None and wanted > longest:
         context.note_ignored_field(route, f"options.num_ctx above {longest}, the server's --max-model-len")
@@ -127,10 +127,9 @@ async def embed(context: ServerContext, body: EmbedRequest, request: Request) ->
         truncate_prompt_tokens=None if body.truncate is False else -1,
         use_activation=True,  # Ollama's vectors have length 1
     )
-    model = context.check_model(body.model, "embed")
-    keep_alive(context, body.keep_alive)
+    model = _check_embed(context, body, "/api/embed")
     given = [text for text in inputs if text]
-    vectors, num_tokens = await _embed(context, body.options, given, params, request, "input")
+    vectors, num_tokens = await _embed(context, model, given, params, request, "input")
     return Embeddings(body.model or model, vectors, nanoseconds(time.monotonic() - begin), 1, num_tokens)
 
 
@@ -138,26 +137,37 @@ async def embed_one(context: ServerContext, body: EmbeddingsRequest, request: Re
     """The vector of one text, as long as the model makes it."""
     params = PoolingParams(truncate_prompt_tokens=-1)
     inputs = [body.prompt] if body.prompt else []
-    context.check_model(body.model, "embed")
-    keep_alive(context, body.keep_alive)
-    vectors, _ = await _embed(context, body.options, inputs, params, request, "prompt")
+    model = _check_embed(context, body, "/api/embeddings")
+    vectors, _ = await _embed(context, model, inputs, params, request, "prompt")
     return Embedding(vectors[0] if vectors else [])
+
+
+def _check_embed(context: ServerContext, body: EmbedRequest | EmbeddingsRequest, route: str) -> str:
+    model = context.check_model(body.model, "embed")
+    keep_alive(context, body.keep_alive)
+    check_extra_fields(body.model_extra or {}, context, route, HINTS)
+    check_options(context, body.options, route)
+    return model
 
 
 async def _embed(
     context: ServerContext,
-    options: Options | None,
+    model: str,
     inputs: Sequence[str],
     params: PoolingParams,
     request: Request,
     field: str,
 ) -> tuple[list[list[float]], int]:
-    if options is not None:
-        check_options(options.model_extra or {})
     if not inputs:
         return [], 0
     outputs = await pool_all(
-        context, request, inputs, params, priority=None, names={"prompt": field, "prompt_token_ids": field}
+        context,
+        request,
+        inputs,
+        params,
+        model=model,
+        priority=None,
+        names={"prompt": field, "prompt_token_ids": field},
     )
     vectors = [cast("list[float]", output.outputs.data.tolist()) for output in outputs]
     return vectors, sum(len(output.prompt_token_ids) for output in outputs)

@@ -10,6 +10,7 @@ from quire.server.generation.usage import UsageCounter
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+    no_state_tokens: int | UnsetType = UNSET  # told only where there are some: why a hybrid model missed
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -31,7 +32,7 @@ def usage_of(counter: UsageCounter) -> Usage:
         counter.prompt_tokens,
         counter.completion_tokens,
         counter.prompt_tokens + counter.completion_tokens,
-        PromptTokensDetails(counter.cached_tokens),
+        PromptTokensDetails(counter.cached_tokens, counter.no_state_tokens or UNSET),
         CompletionTokensDetails(
             counter.reasoning_tokens,
             counter.accepted_prediction_tokens if counter.has_prediction else UNSET,

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.scoring import plan_scores, ranked
+from quire.frontend.sparse import by_token
 from quire.server.context import ServerContext
 from quire.server.errors import addressed, json_response
 from quire.server.generation.field_table import check_extra_fields
@@ -29,7 +30,6 @@ from quire.server.pooling.protocol import (
     Scored,
     ScoreRequest,
 )
-from quire.server.pooling.sparse import by_token
 from quire.server.pooling.work import Output, PoolingFields, PoolingUsage, as_base64, inputs_of, pool_all
 from quire.types.errors import RequestError
 from quire.types.sampling import PoolingParams, PoolingTask
@@ -58,17 +58,21 @@ async def pool(context: ServerContext, body: PoolingRequest, request: Request) -
         request,
         inputs_of(body.input),
         params,
+        model=model,
         priority=body.priority,
         prompt_name=body.prompt_name,
+        instruction=body.instruction,
         names=_INPUT,
     )
     pooler = context.provider.engine.info.pooler
     is_sparse = pooler is not None and (body.task or pooler.tasks[0]) == "sparse"
 
+    left_out = context.tokenizer().unweighted if is_sparse and pooler is not None and pooler.kind != "max" else ()
+
     def told(output: Output) -> list[float | list[float]] | dict[str, float] | str:
         values = output.outputs.data
         if is_sparse and body.encoding_format != "base64":
-            return by_token(values)
+            return by_token(values, output.prompt_token_ids, left_out)
         if body.encoding_format == "base64":
             return as_base64(values)
         return cast("list[float | list[float]]", values.tolist())
@@ -87,7 +91,8 @@ async def classify(context: ServerContext, body: ClassifyRequest, request: Reque
     model = context.check_model(body.model, "classify")
     check_extra_fields(body.model_extra or {}, context, "/classify")
     params = _params(body, task="classify")
-    outputs = await pool_all(context, request, inputs_of(body.input), params, priority=body.priority, names=_INPUT)
+    inputs = inputs_of(body.input)
+    outputs = await pool_all(context, request, inputs, params, model=model, priority=body.priority, names=_INPUT)
     pooler = context.provider.engine.info.pooler
     assert pooler is not None
     answer = ClassifyAnswer(
@@ -109,7 +114,7 @@ async def score(context: ServerContext, body: ScoreRequest, request: Request) ->
     model = context.check_model(body.model, "score")
     check_extra_fields(body.model_extra or {}, context, "/score")
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
-    scores, outputs = await _scores(context, body, request, first, second, body.instruction)
+    scores, outputs = await _scores(context, body, model, request, first, second, body.instruction)
     answer = ScoreAnswer(
         id=f"score-{request_id_of(request.scope)}",
         created=int(time.time()),
@@ -130,7 +135,7 @@ async def rerank(context: ServerContext, body: RerankRequest, request: Request, 
     if not texts:
         raise RequestError("documents is an empty list; give at least one", "documents")
     kept = await _first_tokens(context, texts, body.max_tokens_per_doc)
-    scores, outputs = await _scores(context, body, request, [body.query], kept, body.instruction)
+    scores, outputs = await _scores(context, body, model, request, [body.query], kept, body.instruction)
     shows = with_texts if body.return_documents is None else body.return_documents
     answer = RerankAnswer(
         id=f"rerank-{request_id_of(request.scope)}",
@@ -148,6 +153,7 @@ async def rerank(context: ServerContext, body: RerankRequest, request: Request, 
 async def _scores(
     context: ServerContext,
     body: PoolingFields,
+    model: str,
     request: Request,
     first: list[str],
     second: list[str],
@@ -159,7 +165,7 @@ async def _scores(
     with addressed(names):
         plan = plan_scores(context.provider.engine.info.pooler, first, second, instruction)
     params = _params(body, task=plan.task)
-    outputs = await pool_all(context, request, plan.prompts, params, priority=body.priority, names=names)
+    outputs = await pool_all(context, request, plan.prompts, params, model=model, priority=body.priority, names=names)
     return plan.scores([output.outputs.data for output in outputs]), outputs
 
 

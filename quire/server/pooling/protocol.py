@@ -26,6 +26,7 @@ class PoolingRequest(PoolingFields):
     )
     dimensions: SmallInt | None = Field(None, description="Keep only this many of a vector's first values.")
     prompt_name: str | None = Field(None, description="Which of the model's own texts is put before each input.")
+    instruction: str | None = Field(None, description="A text that is put before each input instead.")
     step_tag_id: SmallInt | None = Field(None, description="Of tasks with a result of each token: only this token's.")
 
 

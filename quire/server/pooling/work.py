@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.input_processor import Prompt
-from quire.frontend.scoring import TextPair
+from quire.frontend.scoring import LateText, TextPair
 from quire.server.context import ServerContext
 from quire.server.errors import addressed
 from quire.server.generation.fields import SmallInt, Texts, TokenIdLists, TokenIds
@@ -23,6 +23,7 @@ from quire.server.generation.request import origin_of
 from quire.server.sse import while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import PoolingOutput, PoolingRequestOutput
+from quire.types.request import AdapterRef
 from quire.types.sampling import PoolingParams
 
 Inputs = str | TokenIds | Texts | TokenIdLists
@@ -76,28 +77,34 @@ def inputs_of(given: Inputs) -> list[Prompt]:
 async def pool_all(
     context: ServerContext,
     request: Request,
-    prompts: Sequence[Prompt | TextPair],
+    prompts: Sequence[Prompt | TextPair | LateText],
     params: PoolingParams,
     *,
+    model: str,
     priority: int | None,
     prompt_name: str | None = None,
+    instruction: str | None = None,
     names: Mapping[str, str | None],
 ) -> list[Output]:
     """The outputs of all prompts, in their order. As many are with the engine at a time as it runs at once.
 
-    `names`: what the request calls the parts that the engine names.
+    `model`: the served name that the request means, which may be an adapter's. `names`: what the request calls the
+    parts that the engine names.
     """
-    work = _pool_all(context, request, prompts, params, priority or 0, prompt_name, names)
+    adapter = context.adapters.get(model)
+    work = _pool_all(context, request, prompts, params, adapter, priority or 0, prompt_name, instruction, names)
     return await while_connected(request.receive, work)
 
 
 async def _pool_all(
     context: ServerContext,
     request: Request,
-    prompts: Sequence[Prompt | TextPair],
+    prompts: Sequence[Prompt | TextPair | LateText],
     params: PoolingParams,
+    adapter: AdapterRef | None,
     priority: int,
     prompt_name: str | None,
+    instruction: str | None,
     names: Mapping[str, str | None],
 ) -> list[Output]:
     engine, origin = context.provider.engine, origin_of(request)
@@ -110,9 +117,11 @@ async def _pool_all(
                 prompts[index],
                 params,
                 prompt_name=prompt_name,
+                instruction=instruction,
                 priority=priority,
                 trace_headers=origin.trace_headers,
                 arrival_time=origin.arrival_time,
+                adapter=adapter,
             )
 
     num_workers = min(len(prompts), engine.info.max_num_seqs)

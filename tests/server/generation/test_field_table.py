@@ -13,9 +13,16 @@ from pydantic import BaseModel
 from quire.server.anthropic.handler import HINTS as MESSAGES_HINTS
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from quire.server.generation.field_table import ACCEPTED, ELSEWHERE, NO_EFFECT_ON_PROMPTS, RENAMED, UNSUPPORTED
+from quire.server.ollama.handler import HINTS as OLLAMA_HINTS
+from quire.server.ollama.protocol import ChatRequest as OllamaChatRequest
+from quire.server.ollama.protocol import EmbeddingsRequest as OllamaEmbeddingsRequest
+from quire.server.ollama.protocol import EmbedRequest as OllamaEmbedRequest
+from quire.server.ollama.protocol import GenerateRequest as OllamaGenerateRequest
+from quire.server.ollama.protocol import Options
 from quire.server.openai.chat.protocol import ChatCompletionRequest
 from quire.server.openai.completions.protocol import CompletionRequest
 from quire.server.openai.embeddings.protocol import EmbeddingsRequest
+from quire.server.openai.invocations import PromptRequest
 from quire.server.openai.responses.prepare import HINTS as RESPONSES_HINTS
 from quire.server.openai.responses.protocol import ResponsesRequest
 from quire.server.pooling.protocol import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
@@ -44,6 +51,15 @@ ENDPOINTS: dict[str, tuple[str, type[BaseModel], dict[str, Any], frozenset[str]]
     "score": ("/score", ScoreRequest, {"text_1": "Hi", "text_2": "you"}, frozenset()),
     "rerank": ("/rerank", RerankRequest, {"query": "Hi", "documents": ["you"]}, frozenset()),
     "detokenize": ("/detokenize", DetokenizeRequest, {"tokens": [72]}, NO_EFFECT_ON_PROMPTS),
+    "input_tokens": (f"{RESPONSES}/input_tokens", ResponsesRequest, {"input": "Hi"}, RESPONSES_HINTS),
+    "chat render": (f"{CHAT}/render", ChatCompletionRequest, HELLO, frozenset()),
+    "completions render": (f"{COMPLETIONS}/render", CompletionRequest, {"prompt": "Hi"}, frozenset()),
+    "invocations chat": ("/invocations", ChatCompletionRequest, HELLO, frozenset()),
+    "invocations completions": ("/invocations", PromptRequest, {"prompt": "Hi"}, frozenset()),
+    "ollama chat": ("/api/chat", OllamaChatRequest, HELLO, OLLAMA_HINTS),
+    "ollama generate": ("/api/generate", OllamaGenerateRequest, {"prompt": "Hi"}, OLLAMA_HINTS),
+    "ollama embed": ("/api/embed", OllamaEmbedRequest, {"input": "Hi"}, OLLAMA_HINTS),
+    "ollama embeddings": ("/api/embeddings", OllamaEmbeddingsRequest, {"prompt": "Hi"}, OLLAMA_HINTS),
 }
 GENERATING = [name for name in ENDPOINTS if ENDPOINTS[name][0] in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)]
 HONOURED = {field for _, model, _, _ in ENDPOINTS.values() for field in model.model_fields}
@@ -69,16 +85,12 @@ def test_no_field_is_both_supported_and_not() -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 async def test_what_an_endpoint_does_not_honour_it_refuses_by_name(endpoint: str) -> None:
     url, model, body, accepted = ENDPOINTS[endpoint]
-    # /tokenize takes two kinds of bodies, and says of a field of the other that it is not this one's.
+    # Where two kinds of bodies are taken, the other's prompt makes it the other kind.
     others = sorted(KNOWN - model.model_fields.keys() - ACCEPTED - accepted)
-    if endpoint == "tokenize":
-        others.remove("messages")
-    if endpoint == "tokenize chat":
-        others.remove("prompt")
-    pools = {
-        "classify": ClassifyingClient("a"),
-        **dict.fromkeys(("embeddings", "pooling", "score", "rerank"), PoolingClient()),
-    }
+    if url in ("/tokenize", "/invocations"):
+        others.remove("prompt" if "messages" in body else "messages")
+    pooling = ("embeddings", "pooling", "score", "rerank", "ollama embed", "ollama embeddings")
+    pools = {"classify": ClassifyingClient("a"), **dict.fromkeys(pooling, PoolingClient())}
     async with serving(pools.get(endpoint, FakeClient("x"))) as session:
         for name in others:
             refused = await session.post(url, json={**body, name: MATTERS})
@@ -86,11 +98,32 @@ async def test_what_an_endpoint_does_not_honour_it_refuses_by_name(endpoint: str
                 assert refused.status_code == 200
                 continue
             assert refused.status_code == 400, name
-            assert refused.json()["error"]["message"].startswith(f"{name} is not "), refused.text
-            if not url.startswith(MESSAGES):
-                assert refused.json()["error"]["param"] == name
+            error = refused.json()["error"]
+            message = error if url.startswith("/api/") else error["message"]
+            assert message.startswith(f"{name} is not "), refused.text
+            if not url.startswith((MESSAGES, "/api/")):
+                assert error["param"] == name
             null = await session.post(url, json={**body, name: None})
             assert null.status_code == 200, null.text
+
+
+@pytest.mark.parametrize("endpoint", [name for name in ENDPOINTS if name.startswith("ollama")])
+async def test_options_of_ollama_are_refused_or_logged_like_fields(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, _, body, _ = ENDPOINTS[endpoint]
+    others = sorted(PROBES.keys() - Options.model_fields.keys())
+    assert "logit_bias" in others
+    async with serving(PoolingClient() if "embed" in endpoint else FakeClient("x")) as session:
+        for name in others:
+            refused = await session.post(url, json={**body, "options": {name: PROBES[name][0]}})
+            assert refused.status_code == 400, name
+            assert f"options.{name} is not a field of {url}" in refused.json()["error"]
+        with caplog.at_level(logging.WARNING, logger="quire"):
+            taken = await session.post(url, json={**body, "options": {"num_gpu": 1, "mystery": 2}})
+    assert taken.status_code == 200, taken.text
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"ignoring the unknown field 'options.mystery' of {url}; said once"]
 
 
 async def test_a_field_with_another_name_now_is_refused_with_it() -> None:
@@ -160,6 +193,22 @@ SEEN_ELSEWHERE = {"model", "stop", "stream"}
 def test_there_is_a_probe_for_every_field_that_all_generating_endpoints_share() -> None:
     shared = set.intersection(*(set(ENDPOINTS[name][1].model_fields) for name in GENERATING))
     assert shared == PROBES.keys() | SEEN_ELSEWHERE
+
+
+@pytest.mark.parametrize("endpoint", GENERATING)
+async def test_every_generating_endpoint_tells_the_engine_the_session(endpoint: str) -> None:
+    url, _, body, _ = ENDPOINTS[endpoint]
+    client = FakeClient("x")
+    async with serving(client) as session:
+        for fields in ({}, {"user": "me"}, {"session_id": 7}, {"session_id": ""}):
+            assert (await session.post(url, json={**body, **fields})).status_code == 200
+            assert client.added[-1].session == 0
+        found = []
+        for fields in ({"session_id": "a"}, {"prompt_cache_key": "a"}, {"session_id": "b", "prompt_cache_key": "a"}):
+            assert (await session.post(url, json={**body, **fields})).status_code == 200
+            found.append(client.added[-1].session)
+        assert found[0] == found[1] != found[2]
+        assert 0 not in found
 
 
 @pytest.mark.parametrize("endpoint", GENERATING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from quire.server.generation.usage import UsageCounter
 from quire.server.openai.usage import usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput
@@ -25,3 +27,14 @@ def test_a_prompt_counts_once_and_its_completions_add_up() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (20, 13, 33)
     assert usage.prompt_tokens_details.cached_tokens == 0 + 8
     assert usage.completion_tokens_details.reasoning_tokens == 3 + 2
+
+
+def test_tokens_that_only_lacked_a_state_are_told_where_there_are_some() -> None:
+    counter = UsageCounter()
+    told = output("a", 0, 1, cached=16)
+    counter.add(told)
+    details = "prompt_tokens_details"
+    assert msgspec.to_builtins(usage_of(counter))[details] == {"cached_tokens": 16}
+    metrics = msgspec.structs.replace(told.metrics, num_without_state=48)
+    counter.add(msgspec.structs.replace(told, metrics=metrics))
+    assert msgspec.to_builtins(usage_of(counter))[details] == {"cached_tokens": 16, "no_state_tokens": 48}

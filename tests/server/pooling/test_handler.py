@@ -114,6 +114,9 @@ async def test_sparse_weights_are_told_by_token_id() -> None:
     sparse = {"kind": "max", "tasks": ("sparse",), "heads": {"sparse": ()}, "score": None}
     answer = (await post("/pooling", {"input": "Hi"}, PoolingClient(**sparse))).json()
     assert answer["data"][0]["data"] == {"0": 2.0, "1": 72.0, "2": 105.0}
+    lexical = {"tasks": ("embed", "token_embed", "sparse"), "heads": {"sparse": ()}}
+    answer = (await post("/pooling", {"input": "Hii", "task": "sparse"}, PoolingClient(**lexical))).json()
+    assert answer["data"][0]["data"] == {"72": 3.0, "105": 3.0}
 
 
 @pytest.mark.parametrize(

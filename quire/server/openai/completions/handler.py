@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -145,7 +144,7 @@ def best_of(completions: Sequence[CompletionOutput], n: int) -> Sequence[Complet
     if len(completions) <= n:
         return completions
     best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
-    return [dataclasses.replace(completion, index=index) for index, completion in enumerate(best)]
+    return [msgspec.structs.replace(completion, index=index) for index, completion in enumerate(best)]
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:

@@ -33,8 +33,10 @@ async def create_embeddings(context: ServerContext, body: EmbeddingsRequest, req
         request,
         inputs_of(body.input),
         params,
+        model=model,
         priority=body.priority,
         prompt_name=body.prompt_name,
+        instruction=body.instruction,
         names={"prompt": "input", "prompt_token_ids": "input"},
     )
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)

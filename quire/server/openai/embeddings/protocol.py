@@ -20,6 +20,7 @@ class EmbeddingsRequest(PoolingFields):
     )
     dimensions: SmallInt | None = Field(None, description="Keep only this many of a vector's first values.")
     prompt_name: str | None = Field(None, description="Which of the model's own texts is put before each input.")
+    instruction: str | None = Field(None, description="A text that is put before each input instead.")
 
 
 class Embedding(msgspec.Struct, tag_field="object", tag="embedding"):

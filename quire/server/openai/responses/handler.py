@@ -97,7 +97,7 @@ class Responses:
                 continue
             try:
                 body = ResponsesRequest.model_validate(entry.body)
-                origin = Origin(time.monotonic(), None)
+                origin = Origin(time.monotonic(), None, entry.owner or None)
                 plan = await self._prepare(body, entry.response_id, origin, entry.owner, entry.created)
                 self._start(plan, entry, stream=False)
                 logger.info("%s goes on", entry.response_id)

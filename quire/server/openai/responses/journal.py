@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ import msgspec
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.protocol import Response
 from quire.server.openai.responses.store import StoredResponse
+from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -41,6 +43,16 @@ class _End(msgspec.Struct, frozen=True):
     response: Response
     context: list[Item]
     input: list[Item]
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError for a folder that others may look into: prompts and answers are to be their owner's alone."""
+    mode = stat.S_IMODE(folder.stat().st_mode) if folder.exists() else 0o700
+    if mode & 0o077:
+        raise ConfigError(
+            f"journal is {str(folder)!r}, whose mode is {mode:04o}, but others may not look into it; run"
+            f" `chmod 700 {folder}`, or name a folder that does not exist yet"
+        )
 
 
 def ignore_failure() -> None:

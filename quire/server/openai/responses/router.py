@@ -13,7 +13,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import json_response
 from quire.server.middleware import owner_of
 from quire.server.openai.responses.handler import MOST_ITEMS, Responses
-from quire.server.openai.responses.journal import ResponseJournal
+from quire.server.openai.responses.journal import ResponseJournal, check_folder
 from quire.server.openai.responses.prepare import ROUTE
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.store import MemoryStore
@@ -26,6 +26,7 @@ def responses_router(context: ServerContext) -> APIRouter:
     journal: ResponseJournal | None = None
     if settings.journal is not None:
         folder = Path(settings.journal).expanduser()
+        check_folder(folder)
         journal = ResponseJournal(folder, settings.journal_ttl, context.observer.on_journal_failure)
     service = Responses(context, store, journal)
     context.on_ready.append(service.recover)

@@ -74,6 +74,11 @@ async def test_the_models_own_prompts_go_before_texts() -> None:
     for name, length in ((None, 2), ("query", 5)):
         answer = (await post({"input": "Hi", "prompt_name": name}, PoolingClient(**prompts))).json()
         assert answer["data"][0]["embedding"][0] == length
+    client = PoolingClient(**{**prompts, "default_prompt": "query"})
+    await post({"input": ["Hi", "you"], "instruction": "Find: "}, client)
+    assert [bytes(request.token_ids) for request in client.added] == [b"Find: Hi", b"Find: you"]
+    both = await post({"input": "Hi", "prompt_name": "query", "instruction": "Find: "}, PoolingClient(**prompts))
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "instruction")
     refused = await post({"input": "Hi", "prompt_name": "other"}, PoolingClient(**prompts))
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == (

@@ -14,6 +14,7 @@ import pytest
 
 from quire.metrics.prometheus import PrometheusObserver
 from quire.server.openai.responses.journal import JournalEntry, ResponseJournal
+from quire.types.errors import ConfigError
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, http, make_app, serving
 from tests.server.openai.responses.test_responses import URL
@@ -86,6 +87,17 @@ async def test_nobody_finds_the_response_of_another_key() -> None:
         assert (await session.post(URL, json={"input": "Q"}, headers=yours)).json()["id"] != made
 
 
+def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    for mode in (0o755, 0o710, 0o701):
+        folder.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"mode is 0{mode:o}.*chmod 700"):
+            make_app(FakeClient("x"), journal=str(folder))
+    folder.chmod(0o700)
+    make_app(FakeClient("x"), journal=str(folder))
+
+
 async def test_a_response_that_had_not_ended_is_finished_by_the_next_server(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     body = {"input": "Q", "background": True, "request_id": "mine:1", "metadata": {"a": "b"}}
@@ -118,6 +130,30 @@ async def test_a_response_that_had_not_ended_is_finished_by_the_next_server(tmp_
         assert (await session.delete(f"{URL}/{begun['id']}")).status_code == 200
     assert not third_client.added
     assert list(folder.iterdir()) == []
+
+
+async def test_a_response_that_goes_on_is_still_its_keys_own(tmp_path: Path) -> None:
+    """Outputs of one API key are never drafts for another, also if another process gives the answer."""
+    journal, keys = str(tmp_path / "journal"), ("mine", "yours")
+    before = WaitingClient()
+    async with http(make_app(before, journal=journal, api_keys=keys)) as session:
+        for key in keys:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"input": f"from {key}", "background": True}
+            assert (await session.post(URL, json=body, headers=headers)).status_code == 200
+        async with asyncio.timeout(LIMIT):
+            while len(before.added) < 2:
+                await asyncio.sleep(0.005)
+    after = FakeClient("the answer")
+    second = make_app(after, journal=journal, api_keys=keys)
+    for work in second.state.on_ready:
+        await work()
+    async with asyncio.timeout(LIMIT):
+        while len(after.added) < 2:
+            await asyncio.sleep(0.005)
+    tenants = [{request.tenant for request in client.added} for client in (before, after)]
+    assert tenants[0] == tenants[1]
+    assert len(tenants[0] - {None}) == 2
 
 
 async def test_a_full_disk_means_serving_without_the_journal(
