@@ -306,6 +306,12 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help="what to call this machine; default: its processor or GPU")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the cost table there, for `quire plan`")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=90.0,
+        help="about how long to measure, at least one round; default: %(default)g",
+    )
     add_engine_arguments(parser)
 
 
@@ -316,8 +322,8 @@ def _run_steps(args: argparse.Namespace) -> int:
     found = environment(*_ENGINE_PACKAGES)
     bench = StepBench(config, _say)
     machine = args.machine or bench.machine_name(found["machine"])
-    table = bench.table(machine, config.model.model, found)
-    bench.executor.shutdown()
+    table = bench.table(machine, config.model.model, found, args.seconds)
+    bench.close()
     text = msgspec.json.format(msgspec.json.encode(table)) + b"\n"
     if args.table is not None:
         args.table.parent.mkdir(parents=True, exist_ok=True)

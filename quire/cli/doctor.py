@@ -119,7 +119,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    from quire.platform.gpus import gpu_names, torch_knows_gpus
+    from quire.platform.registry import gpu_names, torch_knows_gpus
 
     names = gpu_names()
     if names:

@@ -93,7 +93,7 @@ def _load(args: argparse.Namespace) -> tuple[Callable[[], Arrivals], int | None]
     from quire.replay.workload import Workload, trace_arrivals
 
     if args.trace is not None:
-        from quire.engine.trace.file import Trace
+        from quire.replay.trace import Trace
 
         trace = Trace(args.trace)
         return lambda: trace_arrivals(trace), None

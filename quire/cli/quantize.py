@@ -81,9 +81,7 @@ def write_checkpoint(plan: EnginePlan, scheme: str, group_size: int | None, fold
     """Write a model quantized by a scheme to a folder; return the bytes of its weights."""
     import torch
 
-    from quire.layers.linear import Linear
-    from quire.loader.mapper import layers_of
-    from quire.loader.quantize import choose_group_size, quantize_checkpoint
+    from quire.loader.quantize import choose_group_size, handled_tensors, quantize_checkpoint
     from quire.models.registry import generator_class
 
     checkpoint = plan.checkpoint
@@ -91,18 +89,15 @@ def write_checkpoint(plan: EnginePlan, scheme: str, group_size: int | None, fold
         raise ConfigError("load_format is 'dummy', which has no weights to quantize; leave --load-format out")
     with torch.device("meta"):
         model = generator_class(plan.model_config).from_config(plan.model_config, plan.context)
-    tensors = checkpoint.tensors()
-    layers = {name: layer for name, layer in layers_of(model, tensors).items() if isinstance(layer, Linear)}
-    weights = {name: layer for name, layer in layers.items() if name.endswith(".weight")}
-    matrices = {name: tensors[name].shape for name, layer in weights.items() if layer.role == "linear"}
-    plain = {name.removesuffix(".weight") for name in weights.keys() - matrices.keys()} | {"lm_head"}
-    group = choose_group_size(scheme, group_size, matrices)
+    handled, plain = handled_tensors(model, checkpoint.tensors())
+    inputs = {name: how.inputs for name, how in handled.items() if how.inputs is not None}
+    group = choose_group_size(scheme, group_size, inputs)
     folder.mkdir(parents=True, exist_ok=True)
     named = plan.model_config.get("dtype") or plan.model_config.get("torch_dtype")
     dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(str(named))
     if dtype is None:  # scales of GGUF blocks are float16
         dtype = torch.float16 if plan.source.kind == "gguf" else torch.bfloat16
-    size = quantize_checkpoint(checkpoint, matrices, plain, scheme, group, folder, dtype, _show)
+    size = quantize_checkpoint(checkpoint, handled, plain, scheme, group, folder, dtype, _show)
     if plan.source.kind == "folder":
         for path in {path for pattern in BESIDE for path in plan.source.path.glob(pattern)}:
             shutil.copy(path, folder / path.name)

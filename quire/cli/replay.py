@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.engine.trace.file import Trace
     from quire.replay.engine import check_trace
+    from quire.replay.trace import Trace
 
     trace = Trace(args.file)
     config = check_trace(trace, args.model)

@@ -23,7 +23,7 @@ USUAL_CARDS = 8  # of a host, where a machine's number of cards is not given
 
 def platform_of(machine: Machine) -> Platform:
     """Imports torch, as what follows does."""
-    from quire.platform.described import DescribedCuda
+    from quire.platform.cuda import DescribedCuda
 
     return DescribedCuda(machine.card.upper(), machine.memory, machine.memory - CONTEXT_MEMORY)
 

@@ -62,12 +62,13 @@ class EngineConfig:
         return config
 
     def of_replica(self, index: int, num_threads: int) -> EngineConfig:
-        """The same for one engine of several, with its share of the threads, or its own address for workers."""
+        """The same for one engine of several: its trace, and its share of the threads or its address for workers."""
+        own = replace(self, tracing=self.tracing.named(f"replica{index}"))
         if self.parallel.hosts_address is not None:
             address = nth_address(self.parallel.hosts_address, index)
-            return replace(self, parallel=replace(self.parallel, data_parallel_size=1, hosts_address=address))
+            return replace(own, parallel=replace(self.parallel, data_parallel_size=1, hosts_address=address))
         device = replace(self.device, num_threads=self.device.num_threads or num_threads)
-        return replace(self, device=device, parallel=replace(self.parallel, data_parallel_size=1))
+        return replace(own, device=device, parallel=replace(self.parallel, data_parallel_size=1))
 
     def with_sizes(self, tensor: int, stages: int, replicas: int = 1) -> EngineConfig:
         """The same with these parallel sizes, which have to be possible."""
@@ -242,6 +243,7 @@ def _check_parallel(config: EngineConfig) -> None:
             " but they must be at least 0 and 1"
         )
     _check_contexts(config)
+    _check_rows(parallel)
     if config.device.standby and (parallel.data_parallel_size > 1 or parallel.elastic):
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     _ = config.lora.buckets  # are they what they should be?
@@ -269,6 +271,17 @@ def _check_contexts(config: EngineConfig) -> None:
         )
     if parallel.tp_exact and contexts > 1:
         raise ConfigError("tp_exact does not fix sums over ranks that split a context; leave out -dcp or --tp-exact")
+
+
+def _check_rows(parallel: ParallelConfig) -> None:
+    threshold = parallel.sequence_parallel_threshold
+    if threshold is not None and threshold < 0:
+        raise ConfigError(f"sequence_parallel_threshold is {threshold} but must be at least 0; 0: no step is split")
+    if threshold and parallel.tensor_parallel_size == 1 and parallel.parallel == "manual":
+        raise ConfigError(
+            f"sequence_parallel_threshold is {threshold}, but there is one tensor parallel rank, which holds all"
+            " rows; set -tp 2 or more, or leave it out"
+        )
 
 
 def check_budget(num_seqs: int, budget: int) -> None:

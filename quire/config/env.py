@@ -79,6 +79,20 @@ def import_path() -> dict[str, str]:
     return {"PYTHONPATH": str(root) if before is None else os.pathsep.join([str(root), before])}
 
 
+# What a rank on another node needs of its engine's environment to behave alike. Secrets are not among them: they
+# would be seen in the list of processes, and a rank needs none but the one in its order.
+_RANK_VARIABLES = (
+    *("QUIRE_CACHE", "QUIRE_CPU_ISA", "QUIRE_DEBUG", "QUIRE_LOG_LEVEL"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "XDG_CACHE_HOME"),
+    *("TRITON_CACHE_DIR", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA"),
+)
+
+
+def rank_environment() -> dict[str, str]:
+    """What a rank that is started on any node gets of this process's environment."""
+    return {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ} | import_path()
+
+
 def visible_devices() -> list[str]:
     """CUDA_VISIBLE_DEVICES: the GPUs that may be used, in order; empty if it is not set."""
     return [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]

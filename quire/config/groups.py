@@ -6,8 +6,9 @@ model and the machine" (resolve.py), and the decision is logged with its reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from urllib.parse import quote
 
 from quire.types.errors import ConfigError
 
@@ -17,6 +18,7 @@ Activations = Literal["auto", "float32", "int16", "int8"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+LoRADType = Literal["auto", "float32", "float16"]
 KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 MetricsNames = Literal["quire", "vllm"]
@@ -85,9 +87,8 @@ class ModelConfig:
     quantization: str = setting(
         "auto",
         "How weights are kept: stored (as in the checkpoint: packed on a CPU, and on a GPU where kernels multiply"
-        " by that), int8 or int4 (quantized while loading, on a CPU), fp8 (the same, on a GPU), mxfp4 (the same,"
-        " anywhere: 4-bit floats), unpacked (as in a quantized checkpoint, unpacked for each matmul: slow but small),"
-        " or none (in"
+        " by that), int8, int4, fp8 or mxfp4 (float weights, experts' too, are quantized while loading), unpacked"
+        " (as in a quantized checkpoint, unpacked for each matmul: slow but small), or none (in"
         " --dtype). auto: stored on a CPU where there are kernels and --dtype is not set, and on a GPU for quantized"
         " checkpoints other than GGUF files; else none.",
     )
@@ -97,11 +98,11 @@ class ModelConfig:
         " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
         " int8, off by 1 / 254, is faster still where many tokens are computed at once; the LM head and"
         " o_proj keep int16."
-        " float32 is not rounded. auto: int16 on these processors.",
+        " float32 is not rounded. auto: int16 on these processors, and int8 for checkpoints that are made for it.",
     )
     moe_backend: MoeBackend = setting(
         "auto",
-        "Whose kernels multiply experts: native (a CPU, with --quantization stored, int8 or int4), triton (an NVIDIA"
+        "Whose kernels multiply experts: native (a CPU, with any --quantization but none), triton (an NVIDIA"
         " GPU), or torch (plain, slow, with --quantization none). One that cannot serve is refused with the reason."
         " auto: the one that can.",
     )
@@ -172,7 +173,7 @@ class SchedulerConfig:
     step_time_target: float | None = setting(
         None,
         "Seconds that a step with prompt tokens may take while it delays other requests; longer prompts are computed"
-        " in several steps. 0: no such bound. Unset: 0.08 on a CPU, 0.02 on a GPU, 0.45 times that for"
+        " in several steps. 0: no such bound. Unset: 0.14 on a CPU, 0.023 on a GPU, 0.35 times that for"
         " interactivity, 0 for throughput.",
     )
     steps_in_flight: int | None = setting(
@@ -231,6 +232,11 @@ class LoRAConfig:
         "Slots by rank, such as 16x6,64x2: six for ranks up to 16 and two for ranks up to 64, in place of max_loras"
         " slots of max_lora_rank. Unset: these.",
     )
+    lora_dtype: LoRADType = setting(
+        "auto",
+        "Type of adapters in their slots. auto: float16 on a CPU, which can have float32 too; that of the activations"
+        " elsewhere.",
+    )
     lora_experts: bool = setting(
         False, "Adapters may be on experts too; a slot then takes memory for a pair of matrices of each expert."
     )
@@ -257,7 +263,8 @@ class TracingConfig:
     trace: str | None = setting(
         None,
         "A file for a trace of all that enters the engine and of every step, for `quire replay` and `quire plan`. It"
-        " holds the token ids of prompts and outputs, and is readable by its owner only. Unset: none.",
+        " holds the token ids of prompts and outputs, and is readable by its owner only. Each of several replicas has"
+        " its own, FILE-replica0 and so on; with --models, each model has FILE-NAME. Unset: none.",
     )
     trace_redact: bool = setting(
         False, "Keep lengths and salted prefix hashes in the trace, and no token ids: good for `quire plan` only."
@@ -271,6 +278,10 @@ class TracingConfig:
         " file stays if the engine dies, for `quire explain`. Unset: `quire serve` uses the folder dumps of Quire's"
         " cache.",
     )
+
+    def named(self, name: str) -> TracingConfig:
+        """The same for one engine of several, which must not rotate the others' files away."""
+        return self if self.trace is None else replace(self, trace=f"{self.trace}-{quote(name, safe='')}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +348,11 @@ class ParallelConfig:
         " so that as many times more blocks fit. Divides the number of ranks that hold a KV head.",
         short="-dcp",
     )
+    sequence_parallel_threshold: int | None = setting(
+        None,
+        "With -tp: tokens of a step from which on it is sequence parallel: ranks hold its residual stream by rows, so"
+        " that each adds and normalizes its share of them. Changes no bit. 0: no step is. Unset: 1024.",
+    )
     enable_expert_parallel: bool = setting(
         False,
         "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
@@ -394,12 +410,14 @@ class ParallelConfig:
     @property
     def group_settings(self) -> dict[str, Any]:
         """What a ParallelGroup has of these settings."""
+        threshold = 1024 if self.sequence_parallel_threshold is None else self.sequence_parallel_threshold
         return {
             "exact": self.tp_exact,
             "splits_experts": self.enable_expert_parallel,
             "all_to_all": self.all2all_backend == "all_to_all",
             "counts_experts": self.counts_experts,
             "num_redundant_experts": self.num_redundant_experts,
+            "row_threshold": threshold if self.tensor_parallel_size > 1 else 0,
         }
 
     @property
@@ -464,8 +482,8 @@ class ServerConfig:
     max_body_bytes: int = setting(16 << 20, "Largest request body.", unit="bytes")
     header_timeout: float = setting(
         30.0,
-        "Seconds that a client gets to send a request's headers, and may pause within its body; past it the"
-        " connection is closed. 0: no limit.",
+        "Seconds that a client gets to send a request's headers; in each such time after that, 500 bytes a second"
+        " of the body have to come. Otherwise the connection is closed. 0: no limit.",
     )
     max_n: int = setting(64, "Most completions of one prompt (n) in a request.")
     max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.")

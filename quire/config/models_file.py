@@ -69,6 +69,7 @@ def read_models(path: str, defaults: Mapping[str, Any], settings: ServerConfig) 
         )
     entries = tuple(_entry(path, name, table, defaults, settings) for name, table in tables.items())
     _check_names(path, entries)
+    _check_traces(path, entries)
     residence = given.get("min_residence", MIN_RESIDENCE)
     is_number = isinstance(residence, int | float) and not isinstance(residence, bool)
     if not is_number or not residence >= _LEAST_RESIDENCE or not isfinite(residence):
@@ -93,6 +94,8 @@ def _entry(path: str, name: str, table: Any, defaults: Mapping[str, Any], settin
     try:
         given = {key: value for key, value in table.items() if key not in PER_MODEL}
         engine = EngineConfig.from_flat(**{**defaults, **given})
+        if "trace" not in given:
+            engine = replace(engine, tracing=engine.tracing.named(name))
         hints = get_type_hints(ServerConfig)
         server = replace(settings, **{key: _converted(key, value, hints[key]) for key, value in own.items()})
         check_server(server)
@@ -135,6 +138,17 @@ def _check_names(path: str, entries: Iterable[ModelEntry]) -> None:
                     " give each model its own names"
                 )
             owners[name] = entry.name
+
+
+def _check_traces(path: str, entries: Iterable[ModelEntry]) -> None:
+    owners: dict[str, str] = {}
+    for entry in entries:
+        trace = entry.engine.tracing.trace
+        if trace is not None and owners.setdefault(trace, entry.name) != entry.name:
+            raise ConfigError(
+                f"models {path!r}: the trace of both [models.{owners[trace]}] and [models.{entry.name}] is {trace!r};"
+                " give each model its own file"
+            )
 
 
 def _size(path: str, name: str, value: Any) -> int | None:

@@ -46,7 +46,9 @@ CACHE_INFO = Metric(
     "Always 1; the labels tell how the engine was set up.",
     ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs"),
 )
-PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token.")
+PROMPT_TOKENS = Metric(
+    "prompt_tokens_total", "counter", "Prompt tokens of requests that got a first token or a vector."
+)
 COMPUTED_PROMPT_TOKENS = Metric(
     "prompt_tokens_computed_total",
     "counter",

@@ -82,11 +82,10 @@ class PrometheusObserver(Observer, Collector):
         self._generation_tokens.value += event.num_generation_tokens
         for latency, count in event.token_latencies.items():
             self._inter_token.observe(latency, count)
-        if event.first_token_latencies:
-            self._prompt_tokens.value += event.num_prompt_tokens
-            self._cached_tokens.value += event.num_cached_tokens
-            for latency in event.first_token_latencies:
-                self._first_token.observe(latency)
+        self._prompt_tokens.value += event.num_prompt_tokens
+        self._cached_tokens.value += event.num_cached_tokens
+        for latency in event.first_token_latencies:
+            self._first_token.observe(latency)
 
     def on_request_end(self, event: RequestEnd) -> None:
         self._request_prompt_tokens.observe(event.num_prompt_tokens)

@@ -19,7 +19,7 @@ class TokenEvent:
     """What one batch of engine outputs brought to requests."""
 
     num_generation_tokens: int = 0
-    num_prompt_tokens: int = 0  # of requests that got their first token
+    num_prompt_tokens: int = 0  # of requests that got their first token or their vector
     num_cached_tokens: int = 0  # those of them that the prefix cache had
     first_token_latencies: list[float] = field(default_factory=list)  # seconds since arrival, one per request
     # Seconds per token since the completion's previous tokens -> outputs with it. Completions that run in step
@@ -50,6 +50,7 @@ class RequestEnd:
     num_cached_tokens: int | None = None
     error: str | None = None
     trace_headers: Mapping[str, str] | None = None
+    pools: bool = False  # its result is no text, and `params` say nothing
 
     @property
     def num_generation_tokens(self) -> int:

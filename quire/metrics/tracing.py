@@ -73,7 +73,7 @@ class RequestTracer(Observer):
             return int((moment + offset) * 1e9)
 
         span = self._tracer.start_span(
-            f"text_completion {self._model_name}",
+            f"{_operation(event)} {self._model_name}",
             context=self._propagator.extract(event.trace_headers) if event.trace_headers else None,
             kind=self._kind,
             attributes=_attributes(event, self._model_name),
@@ -91,30 +91,37 @@ class RequestTracer(Observer):
         self._provider.shutdown()
 
 
+def _operation(event: RequestEnd) -> str:
+    return "embeddings" if event.pools else "text_completion"
+
+
 def _attributes(event: RequestEnd, model_name: str) -> Mapping[str, AttributeValue]:
     params = event.params
     found: dict[str, AttributeValue | None] = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": _operation(event),
         "gen_ai.provider.name": "quire",
         "gen_ai.request.model": model_name,
         "gen_ai.response.model": model_name,
         "gen_ai.response.id": event.request_id,
-        "gen_ai.response.finish_reasons": [completion.finish_reason for completion in event.completions],
-        "gen_ai.request.choice.count": params.n,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.request.presence_penalty": params.presence_penalty,
-        "gen_ai.request.seed": params.seed,
         "gen_ai.usage.input_tokens": event.num_prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": event.num_cached_tokens,
-        "gen_ai.usage.output_tokens": event.num_generation_tokens,
         "gen_ai.latency.time_in_queue": event.queue_time,
         "gen_ai.latency.e2e": event.finished_time - event.arrival_time,
         "error.type": None if event.error is None else "generation_error",
     }
+    if not event.pools:
+        found |= {
+            "gen_ai.response.finish_reasons": [completion.finish_reason for completion in event.completions],
+            "gen_ai.request.choice.count": params.n,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty,
+            "gen_ai.request.presence_penalty": params.presence_penalty,
+            "gen_ai.request.seed": params.seed,
+            "gen_ai.usage.output_tokens": event.num_generation_tokens,
+        }
     if event.first_token_time is not None:
         found["gen_ai.latency.time_to_first_token"] = event.first_token_time - event.arrival_time
     return {name: value for name, value in found.items() if value is not None}

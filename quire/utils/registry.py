@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
 from quire.types.errors import ConfigError, UnknownNameError
@@ -39,6 +40,18 @@ class Registry(Generic[T]):
         else:
             self._entries[name] = f"<object {target!r}>"
             self._resolved[name] = target
+
+    @contextmanager
+    def with_entries(self, entries: Mapping[str, str | T], *, only: bool = False) -> Iterator[None]:
+        """Have these entries too, or `only` these, in a `with` block; whatever it registers is gone after it."""
+        before = self._entries, self._resolved
+        self._entries, self._resolved = ({}, {}) if only else (dict(self._entries), dict(self._resolved))
+        for name, target in entries.items():
+            self.register(name, target)
+        try:
+            yield
+        finally:
+            self._entries, self._resolved = before
 
     def check(self, name: str) -> None:
         """Refuse a name that is not known. Imports nothing."""

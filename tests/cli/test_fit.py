@@ -131,6 +131,9 @@ def test_cards_that_are_not_here(llama: str, capsys: pytest.CaptureFixture[str])
     assert "with 4 cards, but -tp, -pp and -dp need 8" in capsys.readouterr().err
     assert main(["fit", llama, "--machine", "h200", "--device", "cpu"]) == 1
     assert "leave one of the two out" in capsys.readouterr().err
+    for size in ("1", "8"):
+        assert main(["fit", llama, "--machine", "h200", "-tp", size, "--tp-exact"]) == 1
+        assert "equal bits are promised of the CPU's kernels alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ FIXED = {
     "all2all_backend": st.just("all_reduce"),
     "num_redundant_experts": st.just(0),
     "decode_context_parallel_size": st.just(1),
+    "sequence_parallel_threshold": st.just(0),
     "executor": st.sampled_from(["auto", "inproc", "multiproc"]),
     "join_timeout": st.sampled_from([0.5, 60.0]),
     "lora_slots": st.sampled_from(["16x6", "8x1,64x2"]),

@@ -39,6 +39,15 @@ def test_every_replica_has_a_port_of_its_own() -> None:
     assert EngineConfig.from_flat(model="m", data_parallel_size=3).of_replica(2, 4).device.num_threads == 4
 
 
+def test_every_replica_has_a_trace_of_its_own() -> None:
+    config = EngineConfig.from_flat(model="m", data_parallel_size=2, trace="t/quire.trace")
+    assert [config.of_replica(index, 1).tracing.trace for index in range(2)] == [
+        "t/quire.trace-replica0",
+        "t/quire.trace-replica1",
+    ]
+    assert EngineConfig.from_flat(model="m", data_parallel_size=2).of_replica(0, 1).tracing.trace is None
+
+
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_HOSTS_SECRET", raising=False)
     with pytest.raises(ConfigError, match="need a secret that they share"):

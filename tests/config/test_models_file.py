@@ -82,3 +82,24 @@ def test_what_cannot_be_is_refused_by_table_and_key(tmp_path: Path, text: str, w
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_models(str(tmp_path / "none.toml"), {}, ServerConfig())
+
+
+def test_every_model_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    tables = """
+        [models.chat]
+        model = "a"
+        [models."org/coder"]
+        model = "b"
+        [models.own]
+        model = "c"
+        trace = "elsewhere"
+        """
+    models = read(tmp_path, tables, trace="t/quire.trace").models
+    assert [each.engine.tracing.trace for each in models] == [
+        "t/quire.trace-chat",
+        "t/quire.trace-org%2Fcoder",
+        "elsewhere",
+    ]
+    assert read(tmp_path, tables).models[0].engine.tracing.trace is None
+    with pytest.raises(ConfigError, match=r"the trace of both .*chat.* and .*own.* is 't/quire\.trace-chat'"):
+        read(tmp_path, tables.replace("elsewhere", "t/quire.trace-chat"), trace="t/quire.trace")

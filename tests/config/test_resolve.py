@@ -63,7 +63,7 @@ def test_a_mode_changes_only_what_is_unset(mode: str, budget: int, seqs: int) ->
     assert (explicit.max_num_batched_tokens, explicit.max_num_seqs) == (200, 7)
 
 
-@pytest.mark.parametrize(("mode", "target"), [("balanced", 0.13), ("interactivity", 0.0455), ("throughput", 0.0)])
+@pytest.mark.parametrize(("mode", "target"), [("balanced", 0.14), ("interactivity", 0.049), ("throughput", 0.0)])
 def test_a_mode_has_its_step_time(mode: str, target: float) -> None:
     assert resolved(performance_mode=mode).step_time_target == pytest.approx(target)
     assert resolved(performance_mode=mode, step_time_target=0.5).step_time_target == 0.5

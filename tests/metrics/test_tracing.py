@@ -16,8 +16,8 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, RequestEnd
 from quire.metrics.tracing import RequestTracer, make_tracer
 from quire.types.errors import ConfigError, GenerationError
-from quire.types.sampling import SamplingParams
-from tests.frontend.fake_client import FakeClient, text_model
+from quire.types.sampling import PoolingParams, SamplingParams
+from tests.frontend.fake_client import FakeClient, PoolingClient, text_model
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -75,6 +75,21 @@ async def test_a_request_through_the_engine_is_a_span_under_its_callers() -> Non
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": 12,
     }
+    assert "Hello" not in span.to_json()
+
+
+async def test_a_pooled_prompt_is_a_span_under_its_callers() -> None:
+    tracer, exporter = make()
+    engine = AsyncEngine(PoolingClient(), text_model(), observer=tracer)
+    await engine.embed("Hello", PoolingParams(), "r", trace_headers=HEADERS)
+    span = one(exporter)
+    assert span.name == "embeddings smollm2"
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT_ID
+    attributes = dict(span.attributes or {})
+    assert attributes["gen_ai.operation.name"] == "embeddings"
+    assert attributes["gen_ai.usage.input_tokens"] == 5
+    assert "gen_ai.request.temperature" not in attributes
     assert "Hello" not in span.to_json()
 
 

@@ -20,9 +20,11 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def enabled() -> Iterator[None]:
+    """Nothing is frozen, until all that was before is again."""
     gc.enable()
-    yield
     gc.unfreeze()
+    yield
+    gc.freeze()
     gc.enable()
 
 

@@ -61,3 +61,18 @@ def test_a_package_that_is_not_installed_is_named() -> None:
     registry: Registry[object] = Registry("unit", "quire.utils", {"away": "no_such_package.inside:thing"})
     with pytest.raises(ConfigError, match=r"unit 'away' needs the Python package 'no_such_package'.*install it"):
         registry.get("away")
+
+
+def test_entries_of_a_block_are_gone_after_it() -> None:
+    registry: Registry[object] = Registry("thing", "quire.utils", {"a": "log:get_logger", "b": "log:get_logger"})
+    before = registry.get("a")
+    with registry.with_entries({"a": 1, "c": 2}):
+        registry.register("d", 3)
+        assert [registry.get(name) for name in registry] == [1, before, 2, 3]
+    assert list(registry) == ["a", "b"]
+    assert registry.get("a") is before
+    with registry.with_entries({"c": 2}, only=True):
+        assert list(registry) == ["c"]
+        with pytest.raises(UnknownNameError):
+            registry.get("a")
+    assert list(registry) == ["a", "b"]
