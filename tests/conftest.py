@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import ExitStack
 
 # Two workers share two cores: torch's own threads would spin in each other's way, and make its ops ten times as slow.
 # OpenMP reads this when torch is imported.
@@ -14,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.kernels import interpreter  # noqa: E402
 from tests.kernels.device import HAS_TRITON, NATIVE  # noqa: E402
 
 # A shared machine may stall any single example; the timeout of pytest still bounds a test.
@@ -34,8 +38,34 @@ if HAS_TRITON and not NATIVE and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all modules without collecting garbage, and never walk over what they made: a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extensions report what they find alive in the end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+def pytest_runtest_setup() -> None:
+    interpreter.hasten()
+
+
+@pytest.fixture
+def contexts() -> Generator[ExitStack]:
+    """Contexts that a test enters and that end with it, such as entries of a registry."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

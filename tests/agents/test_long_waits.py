@@ -1,10 +1,10 @@
-"""Agents and SDKs, with their own timeouts, wait seven minutes for a first token."""
+"""Agents and SDKs wait for a first token: seven minutes with their own timeouts, in CI seconds with lowered ones."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import anthropic
 import openai
 import pytest
 
+from quire.server import sse
+from quire.server.openai.responses import handler as responses
 from tests.agents.scripted import pointed_at, section
 from tests.agents.test_npm_clients import INSTALL_LIMIT, codex_folder, npm_folder, run_node
 from tests.server.helpers import MODEL, LiveServer, live_server
@@ -49,6 +51,14 @@ const answers = [
   streamText({ model: compatible(model), prompt: "Hello", maxRetries: 0 }).text,
 ];
 for (const answer of await Promise.all(answers)) console.log(answer);
+"""
+SOON = 1.0  # seconds of silence after which clients give up in CI
+# Node's own fetch gives up after 300 s: its dispatcher is made anew with other limits.
+IMPATIENT = f"""
+await fetch("data:,"); // makes the dispatcher
+const dispatcher = Symbol.for("undici.globalDispatcher.1");
+const limit = {int(1e3 * SOON)};
+globalThis[dispatcher] = new globalThis[dispatcher].constructor({{ headersTimeout: limit, bodyTimeout: limit }});
 """
 
 
@@ -103,17 +113,49 @@ def run_claude(folder: Path, server: LiveServer, home: Path) -> str:
     )
 
 
-def run_codex(folder: Path, server: LiveServer, home: Path) -> str:
+def run_codex(folder: Path, server: LiveServer, home: Path, settings: str = "") -> str:
+    """`settings` of the provider, besides those of the page."""
     command = pointed_at(section("codex exec", "bash"), server.url)
+    command = command.replace('wire_api = "responses"', f'wire_api = "responses"{settings}')
     command = command.replace("npx codex", str(folder / "node_modules" / ".bin" / "codex"))
     return run(["bash", "-c", command], home, CODEX_HOME=str(home))
 
 
-def run_sdks(folder: Path, server: LiveServer) -> str:
-    script = SCRIPT.replace("[URL, MODEL]", f'["{server.url}", "{MODEL}"]')
+def run_sdks(folder: Path, server: LiveServer, before: str = "") -> str:
+    script = SCRIPT.replace("[URL, MODEL]", f'["{server.url}", "{MODEL}"]').replace("\nconst", f"{before}\nconst", 1)
     done = run_node(script, folder, timeout=SECONDS + GRACE)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def slow_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server whose first token takes longer than clients wait in CI; its keep-alives come every 5 s."""
+    monkeypatch.setattr(sse, "VERDICT_SECONDS", 0.1)
+    monkeypatch.setattr(responses, "LOOKS_PER_EVENT", 3)
+    with live_server(WaitingClient(ANSWER, seconds=2.5 * SOON, chunk=3)) as server:
+        yield server
+
+
+def test_javascript_clients_wait_longer_than_their_timeouts(
+    slow_server: LiveServer, pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Python SDKs are in tests/server/test_keep_alives.py."""
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.1)
+    packages, codex = npm_folder(pytestconfig), codex_folder(pytestconfig)
+    with ThreadPoolExecutor() as pool:
+        sdks = pool.submit(run_sdks, packages, slow_server, IMPATIENT)
+        settings = f", stream_idle_timeout_ms = {int(1e3 * SOON)}, stream_max_retries = 0"
+        assert run_codex(codex, slow_server, tmp_path / "codex", settings).strip() == ANSWER
+        assert sdks.result().split() == 4 * ANSWER.split()
+
+
+@pytest.mark.nightly
+def test_without_keep_alives_javascript_clients_would_have_given_up(
+    slow_server: LiveServer, pytestconfig: pytest.Config
+) -> None:
+    with pytest.raises(AssertionError, match=r"Body Timeout|terminated"):
+        run_sdks(npm_folder(pytestconfig), slow_server, IMPATIENT)
 
 
 @pytest.mark.nightly

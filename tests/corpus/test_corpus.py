@@ -11,8 +11,9 @@ import pytest
 from quire.kernels.cpu import library
 from tests.corpus.record import RECORDED, child
 from tests.kernels.device import NATIVE
+from tests.needs import lacking
 
-AGAIN = 'record it with `python -m tests.corpus.record --reason "..."` if other kernels or versions are the reason'
+AGAIN = 'record it with `python -m tests.corpus.record --reason "..."` for other kernels, versions or processors'
 
 
 def versions(recorded: Iterable[str]) -> set[str]:
@@ -31,7 +32,7 @@ def test_digests(path: str, tmp_path: Path) -> None:
     ((key, digests),) = json.loads((tmp_path / "found.json").read_text()).items()
     recorded = json.loads(RECORDED.read_text())["digests"]
     if key not in recorded and any(key.startswith(f"{path}, torch {version}, ") for version in versions(recorded)):
-        pytest.skip(f"nothing is recorded for {key}: torch's functions have other bits on other processors")
+        lacking(f"nothing is recorded for {key}: torch's functions have other bits on other processors; {AGAIN}")
     assert key in recorded, f"nothing is recorded for {key}; {AGAIN}"
     differing = {
         model: [request for request in wanted if digests[model][request] != wanted[request]]

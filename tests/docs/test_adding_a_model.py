@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,14 +33,15 @@ def blocks() -> list[Block]:
     ]
 
 
-def test_the_page_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_works_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack
+) -> None:
     package = tmp_path / "models"
     folder = tmp_path / "checkpoint"
     package.mkdir()
     folder.mkdir()
     monkeypatch.setattr(quire.models, "__path__", [*quire.models.__path__, str(package)])
-    monkeypatch.setattr(ARCHITECTURES, "_entries", dict(ARCHITECTURES._entries))
-    monkeypatch.setattr(ARCHITECTURES, "_resolved", dict(ARCHITECTURES._resolved))
+    contexts.enter_context(ARCHITECTURES.with_entries({}))
     names: dict[str, object] = {"folder": folder}
     kinds = []
     for block in blocks():

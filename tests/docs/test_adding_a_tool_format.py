@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,10 +22,11 @@ BLOCKS = [
 ]
 
 
-def test_the_page_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_works_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack
+) -> None:
     monkeypatch.setattr(quire.parsers.formats, "__path__", [*quire.parsers.formats.__path__, str(tmp_path)])
-    monkeypatch.setattr(TOOL_FORMATS, "_entries", dict(TOOL_FORMATS._entries))
-    monkeypatch.setattr(TOOL_FORMATS, "_resolved", dict(TOOL_FORMATS._resolved))
+    contexts.enter_context(TOOL_FORMATS.with_entries({}))
     names: dict[str, object] = {}
     kinds = []
     for label, line, code in BLOCKS:

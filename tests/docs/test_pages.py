@@ -54,6 +54,8 @@ def test_paths_and_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = re.findall(r"`((?:quire|tests|tools|docs|benchmarks)/[\w/.-]+)`", text)
     missing = [name for name in paths if not (ROOT / name).exists()]
+    for first, others in re.findall(r"`(quire/[\w/]+)/\w+\.py`[^\n]*\n\|([^|\n]+) beside it \|", text):
+        missing += [name for name in re.findall(r"`([\w.]+)`", others) if not (ROOT / first / name).exists()]
     for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", text):
         target = page.parent / link if link else page
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):

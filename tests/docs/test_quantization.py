@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,13 +25,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "quantization.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_page_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_works_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack
+) -> None:
     package, folder = tmp_path / "quant", tmp_path / "model"
     package.mkdir()
     folder.mkdir()
     monkeypatch.setattr(quire.layers.quant, "__path__", [*quire.layers.quant.__path__, str(package)])
-    monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
-    monkeypatch.setattr(METHODS, "_resolved", dict(METHODS._resolved))
+    contexts.enter_context(METHODS.with_entries({}))
     names: dict[str, object] = {"folder": folder}
     kinds = []
     for match in re.finditer(r"^```python([^\n]*)\n(.*?)^```$", TEXT, flags=re.M | re.S):
@@ -70,13 +73,14 @@ class Stored(Checkpoint):
         return self.data[name]
 
 
-def test_its_decorator_is_one_file_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_decorator_is_one_file_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: ExitStack
+) -> None:
     found = dict(re.findall(r"^```python (decorator|line)\n(.*?)^```$", TEXT, flags=re.M | re.S))
     line = ast.literal_eval(found["line"])
     (tmp_path / "words4.py").write_text(found["decorator"])
     monkeypatch.setattr(quire.loader.quantized, "__path__", [*quire.loader.quantized.__path__, str(tmp_path)])
-    monkeypatch.setattr(QUANTIZED, "_entries", dict(line))
-    monkeypatch.setattr(QUANTIZED, "_resolved", {})
+    contexts.enter_context(QUANTIZED.with_entries(line, only=True))
     checkpoint = logical(Stored())
     assert list(checkpoint.tensors()) == ["norm.weight", "proj.weight"]
     row = torch.tensor([1.0] + [-7.0] * 7).repeat(8) * torch.tensor([1.0] * 32 + [2.0] * 32)
@@ -87,3 +91,14 @@ def test_every_method_and_every_packed_type_is_on_the_page() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.M)
     assert sorted(listed) == sorted([*METHODS, "auto"])
     assert all(type_name in TEXT for type_name in BLOCK_TYPES)
+
+
+def test_the_table_of_schemes_is_that_of_the_result_file() -> None:
+    report = json.loads((PAGE.parents[2] / "benchmarks" / "results" / "quantization.json").read_text())
+    keys = ("file_mb", "memory_mb", "perplexity", "percent", "prefill_tok_s", "decode_tok_s")
+    for scheme, found in report["results"]["schemes"].items():
+        (line,) = re.findall(rf"^\| {re.escape(scheme)} \|(.*)\|$", TEXT, flags=re.M)
+        shown = [cell.strip(" %+").replace(",", "") for cell in line.split("|")]
+        for key, cell in zip(keys, shown, strict=True):
+            digits = len(cell.partition(".")[2])
+            assert not cell or abs(float(cell) - found[key]) <= 0.51 * 10**-digits, (scheme, key)

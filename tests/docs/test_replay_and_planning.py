@@ -11,10 +11,11 @@ import pytest
 
 from quire.cli.main import build_parser, main
 from quire.cli.replay import EXIT_DIFFERS
-from quire.engine.trace.file import Trace, TraceWriter
+from quire.engine.trace.file import TraceWriter
 from quire.engine.trace.records import Finished
 from quire.replay.capacity import OBJECTIVES, TUNABLE
 from quire.replay.costs import read_table
+from quire.replay.trace import Trace
 from tests.e2e.tiny import make_model
 from tests.replay.runs import record
 from tests.replay.test_speculation import record as run_engine
@@ -35,12 +36,14 @@ def test_plans_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.Monke
     record(1, tmp_path / "quire.trace", num_requests=10)
     (bench,) = (shlex.split(command) for command in COMMANDS if command.startswith("bench "))
     bench[2] = str(make_model(tmp_path / "model", "llama", max_position_embeddings=512))
-    assert main([*bench, "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory", "4MiB"]) == 0
+    few = ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory", "4MiB", "--seconds", "1"]
+    assert main([*bench, *few]) == 0
     table = read_table(tmp_path / "my-server.json")
     assert table.machine == "my-server"
     assert [size for size, _ in table.decode] == [1, 2, 4, 8, 16]
     assert [size for size, _ in table.prefill] == [1, 8, 16, 32, 64]
     assert 0 < table.delivery < 0.1
+    assert 0 < table.sending < 0.1
     assert 0 < table.host[0][1] < 0.1
     plans = [command for command in COMMANDS if command.startswith("plan ")]
     assert len(plans) == 3

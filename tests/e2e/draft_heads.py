@@ -16,9 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek32
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as dsa
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, SIZES, VOCAB, make_model
@@ -103,26 +107,22 @@ def one_layer(sizes: dict[str, Any]) -> Any:
     return AutoConfig.for_model("llama", **{**sizes, "num_hidden_layers": 1, "attn_implementation": "eager"})
 
 
-def eagle(folder: Path, target: Target, **sizes: Any) -> tuple[Path, Draft]:
+def eagle(folder: Path, target: Target, *, bias: bool = True, **sizes: Any) -> tuple[Path, Draft]:
+    """Its config does not say whether `fc` has a bias."""
     sizes = {**SIZES, **sizes}
     config = one_layer(sizes)
     layer, fc, rotary = (
         llama.LlamaDecoderLayer(config, 0),
-        nn.Linear(2 * HIDDEN, HIDDEN),
+        nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias),
         llama.LlamaRotaryEmbedding(config),
     )
     layer.input_layernorm = nn.Identity()
     random_weights(layer)
     random_weights(fc, 8)
     tensors = {f"layers.0.{name}": weight for name, weight in layer.state_dict().items()}
-    tensors |= {
-        "fc.weight": fc.weight,
-        "fc.bias": fc.bias,
-        "embed_tokens.weight": target.model.model.embed_tokens.weight,
-    }
-    saved = save_head(
-        folder, tensors, {**sizes, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "bias": True}
-    )
+    tensors |= {f"fc.{name}": weight for name, weight in fc.state_dict().items()}
+    tensors |= {"embed_tokens.weight": target.model.model.embed_tokens.weight}
+    saved = save_head(folder, tensors, {**sizes, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]})
     draft = drafts_of(target, lambda e, h: causal(layer, rotary, fc(torch.cat((e, h), -1))), target.logits)
     return saved, draft
 
@@ -133,13 +133,13 @@ class Eagle3Layer(nn.Module):
         self.self_attn = llama.LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * HIDDEN, old.out_features, bias=False))
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, old.out_features, bias=False))
         self.mlp = llama.LlamaMLP(config)
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            setattr(self, name, llama.LlamaRMSNorm(HIDDEN, config.rms_norm_eps))
+            setattr(self, name, llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def forward(self, pairs: Tensor, **place: Any) -> Tensor:
-        embeds, hidden = pairs.split(HIDDEN, -1)
+        embeds, hidden = pairs.chunk(2, -1)
         both = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), -1)
         hidden = hidden + self.self_attn(both, **place)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -149,8 +149,12 @@ def eagle3(folder: Path, target: Target, taps: tuple[int, ...] = TAPS, **sizes: 
     sizes = {**SIZES, **sizes}
     config = one_layer(sizes)
     layer, rotary = Eagle3Layer(config), llama.LlamaRotaryEmbedding(config)
-    fc, norm = nn.Linear(3 * HIDDEN, HIDDEN, bias=False), llama.LlamaRMSNorm(HIDDEN, config.rms_norm_eps)
-    head = nn.Linear(HIDDEN, DRAFT_VOCAB, bias=False)
+    hidden_size = config.hidden_size
+    fc, norm = (
+        nn.Linear(3 * hidden_size, hidden_size, bias=False),
+        llama.LlamaRMSNorm(hidden_size, config.rms_norm_eps),
+    )
+    head = nn.Linear(hidden_size, DRAFT_VOCAB, bias=False)
     for seed, module in enumerate((layer, fc, norm, head)):
         random_weights(module, seed)
     kept = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:DRAFT_VOCAB].sort().values
@@ -188,11 +192,11 @@ def medusa(folder: Path, target: Target, *, converted: bool = False) -> tuple[Pa
             f"{place[0]}.bias": block.bias,
             f"{place[1]}.weight": head.weight,
         }
-    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
-    config = {"num_heads": 3, "num_hidden_layers": 1, "medusa_fc_bias": True, "architectures": ["MedusaModel"]}
-    saved = save_head(
-        folder, tensors, {**sizes, **(config if converted else {"medusa_num_heads": 3, "medusa_num_layers": 1})}
-    )
+    config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/base"}
+    if converted:
+        config = {"num_heads": 3, "num_hidden_layers": 1, "medusa_fc_bias": True, "architectures": ["MedusaModel"]}
+        config |= {"hidden_size": HIDDEN, "vocab_size": VOCAB}
+    saved = save_head(folder, tensors, config)
 
     @torch.inference_mode()
     def draft(known: list[int], count: int) -> list[int]:
@@ -207,6 +211,26 @@ def mtp_deepseek(folder: Path) -> tuple[Path, Draft]:
     sizes = {**LATENT, "head_dim": 8, "num_nextn_predict_layers": 1}
     kinds = deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RotaryEmbedding, deepseek.DeepseekV3RMSNorm
     return mtp_behind(make_model(folder, "deepseek_v3", **sizes), *kinds)
+
+
+def mtp_glm_lite(folder: Path) -> tuple[Path, Draft]:
+    sizes = {**LATENT, "head_dim": 8, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+    kinds = lite.Glm4MoeLiteDecoderLayer, lite.Glm4MoeLiteRotaryEmbedding, lite.Glm4MoeLiteRMSNorm
+    return mtp_behind(make_model(folder, "glm4_moe_lite", **sizes), *kinds)
+
+
+# So many heads of the index that hardly any scores are equal, of which transformers takes any.
+SPARSE = {**LATENT, "head_dim": 8, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
+
+
+def mtp_deepseek32(folder: Path) -> tuple[Path, Draft]:
+    kinds = deepseek32.DeepseekV32DecoderLayer, deepseek32.DeepseekV32RotaryEmbedding, deepseek32.DeepseekV32RMSNorm
+    return mtp_behind(make_model(folder, "deepseek_v32", **SPARSE), *kinds)
+
+
+def mtp_dsa(folder: Path) -> tuple[Path, Draft]:
+    kinds = dsa.GlmMoeDsaDecoderLayer, dsa.GlmMoeDsaRotaryEmbedding, dsa.GlmMoeDsaRMSNorm
+    return mtp_behind(make_model(folder, "glm_moe_dsa", **SPARSE), *kinds)
 
 
 def mtp_glm(folder: Path) -> tuple[Path, Draft]:
@@ -253,6 +277,16 @@ def mtp_qwen(folder: Path) -> tuple[Path, Draft]:
 def mtp_qwen35(folder: Path) -> tuple[Path, Draft]:
     kinds = qwen35.Qwen3_5DecoderLayer, qwen35.Qwen3_5TextRotaryEmbedding, qwen35.Qwen3_5RMSNorm
     return mtp_under(make_model(folder, "qwen3_5_text", **RECURRENT), *kinds)
+
+
+def mtp_qwen35_moe(folder: Path) -> tuple[Path, Draft]:
+    sizes = {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32}
+    kinds = (
+        qwen35_moe.Qwen3_5MoeDecoderLayer,
+        qwen35_moe.Qwen3_5MoeTextRotaryEmbedding,
+        qwen35_moe.Qwen3_5MoeRMSNorm,
+    )
+    return mtp_under(make_model(folder, "qwen3_5_moe_text", **sizes), *kinds)
 
 
 def mtp_under(

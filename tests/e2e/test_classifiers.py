@@ -208,6 +208,10 @@ def test_dense_modules_come_after_pooling(tmp_path: Path) -> None:
             expected = torch.nn.functional.normalize(second(first(mean).tanh()), dim=0)
         np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-5)
         assert pool(core, [tokens], PoolingParams(pooling="mean", head="embed"))[0].pooled == output.pooled
+    worker_of(core).sleep(2)
+    worker_of(core).wake()
+    after = pool(core, PROMPTS, PoolingParams(pooling="mean", head="embed"))
+    assert [output.pooled for output in after] == [output.pooled for output in outputs], "the modules come back too"
 
 
 def test_a_projection_of_each_token_makes_a_multi_vector_model(tmp_path: Path) -> None:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
+from inspect import get_annotations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire import LLM, EngineError, SamplingParams
+from quire import LLM, EngineError, LoRARequest, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.engine.client import InProcClient
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
+from quire.frontend.async_engine import AsyncEngine
+from quire.server.control.verbs import VERBS
 from quire.types.control import EngineState
+from quire.types.errors import EngineUnavailableError
 from quire.types.messages import Command, Reply
 from quire.types.request import AdapterRef, EngineRequest
+from quire.worker.worker import Worker
+from tests.e2e.draft_heads import mtp_qwen35
 from tests.e2e.test_lora import SETTINGS, ask, make_adapter
 from tests.e2e.tiny import Answer, Driver, make_engine, make_model, run_all
+from tests.runner.engines import worker_of
 
 PROMPTS = [[5, 9, 33, 7, 21, 4, 60] * 9, [8, 3], [17, 90, 4, 4, 4, 12], [120, 7, 66, 3, 9, 10, 11, 12, 13, 14] * 4]
 LIMIT = 60.0
@@ -251,6 +261,107 @@ def test_the_same_from_python(model: Path, other: Path) -> None:
         with pytest.raises(EngineError, match="norm"):
             llm.push_weights([(name, t) for name, t in trained["old"].items() if name != "model.norm.weight"])
         assert new != old
+        assert llm.set_limits(max_num_seqs=2).max_num_seqs == llm.state().max_num_seqs == 2
+        short = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        for choice, expected in (("drain", 8), ("abort", 1)):
+            stream = llm.stream(prompt, SamplingParams(max_tokens=8, **short))
+            pieces = [next(stream).outputs[0]]
+            llm.update_weights(str(other), choice)
+            pieces += [output.outputs[0] for output in stream]
+            assert sum(len(piece.token_ids) for piece in pieces) == expected
+            assert pieces[-1].finish_reason == ("length" if choice == "drain" else "abort")
         with pytest.raises(EngineError, match="was not done"):
             llm.update_weights("nowhere/at/all")
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == new
+
+
+def test_the_head_of_other_weights_drafts_for_them(tmp_path: Path) -> None:
+    """An MTP module is in the checkpoint of its target, so that it is replaced with it."""
+    model, _ = mtp_qwen35(tmp_path / "base")
+    shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(model / "model.safetensors")
+    changed = {name: tensor * 1.5 if name.startswith("mtp.") else tensor for name, tensor in tensors.items()}
+    save_file(changed, tmp_path / "other" / "model.safetensors")
+    settings = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "dtype": "float32"}
+
+    def head(core: EngineCore) -> dict[str, torch.Tensor]:
+        drafter = worker_of(core).model.drafter
+        return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+    cores = [make_engine(folder, **settings) for folder in (model, tmp_path / "other")]
+    before, expected = map(head, cores)
+    driver = Driver(cores[0])
+    for verb, argument in (("update_weights", {"path": str(tmp_path / "other")}), ("sleep", 2), ("wake", None)):
+        tell(cores[0], verb, argument)
+        assert settle(driver).error is None
+    found = head(cores[0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
+    for core in cores:
+        core.executor.shutdown()
+
+
+async def test_the_same_from_async_python(model: Path, other: Path, adapters: list[AdapterRef]) -> None:
+    params = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, output_kind="final_only"
+    )
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    settings = {"model": str(model), "dtype": "float32", "skip_tokenizer_init": True, "enable_lora": True}
+    async with AsyncEngine.from_config(EngineConfig.from_flat(**settings)) as engine:
+
+        async def ask_it() -> list[int]:
+            return [output async for output in engine.generate(prompt, params)][-1].outputs[0].token_ids
+
+        old = await ask_it()
+        await engine.push_weights(load_file(other / "model.safetensors").items(), "drain")
+        assert await ask_it() != old
+        await engine.push_weights(load_file(model / "model.safetensors").items())
+        assert await ask_it() == old
+        adapter = LoRARequest("it", lora_path=adapters[0].path)
+        await engine.load_adapter(adapter)
+        core = cast(InProcClient, engine._client)._core
+        assert list(worker_of(core).adapters) == [adapters[0].digest]
+        await engine.unload_adapter(adapter)
+        assert not worker_of(core).adapters
+        await engine.sleep()
+        with pytest.raises(EngineUnavailableError, match="when it is awake"):  # a server answers 503 with Retry-After
+            await engine.load_adapter(adapter)
+
+
+IN_PYTHON = {"wake": "wake_up", "apply-pushed-weights": "push_weights"}
+OF_SERVERS = {"status", "restart-engine", "replicas", "drain-replica", "restore-replica"}
+"""About processes that a server keeps running."""
+
+
+@pytest.mark.parametrize("name", sorted(set(VERBS) - OF_SERVERS))
+@pytest.mark.parametrize("face", [LLM, AsyncEngine])
+def test_every_admin_verb_is_there_in_python(face: type, name: str) -> None:
+    attributes = {name for base in face.__mro__ for name in get_annotations(base)}
+    assert IN_PYTHON.get(name, name.replace("-", "_")) in attributes | set(dir(face))
+
+
+def test_a_trainer_reaches_the_worker(model: Path) -> None:
+    """Between two steps of an open stream, whose answer goes on from its tokens."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+
+    def scale(worker: Worker, factor: float, *, name: str) -> float:
+        assert worker.model is not None
+        weight = dict(worker.model.named_parameters())[name]
+        with torch.no_grad():
+            weight.mul_(factor)
+        return float(weight[0])
+
+    with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
+        stream = llm.stream(prompt, params)
+        given = list(next(stream).outputs[0].token_ids)
+        (found,) = llm.collective_rpc(lambda worker: worker.model.model.norm.weight[0].item())
+        assert llm.collective_rpc(scale, (1.0,), {"name": "model.norm.weight"}) == [found]
+        given += [token for output in stream for token in output.outputs[0].token_ids]
+        llm.reset_prefix_cache()
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == given
+        with pytest.raises(ZeroDivisionError):
+            llm.collective_rpc(lambda worker: 1 // 0)
+        llm.sleep(1)
+        with pytest.raises(EngineError, match="sleeps"):
+            llm.collective_rpc(scale)

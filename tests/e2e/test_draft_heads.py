@@ -30,9 +30,13 @@ HEADS: dict[str, Callable[[Path, Target], tuple[Path, Draft]]] = {
 }
 MTP: dict[str, Callable[[Path], tuple[Path, Draft]]] = {
     "deepseek": draft_heads.mtp_deepseek,
+    "deepseek3.2": draft_heads.mtp_deepseek32,
     "glm": draft_heads.mtp_glm,
+    "glm-lite": draft_heads.mtp_glm_lite,
+    "glm-dsa": draft_heads.mtp_dsa,
     "qwen": draft_heads.mtp_qwen,
     "qwen3.5": draft_heads.mtp_qwen35,
+    "qwen3.5-moe": draft_heads.mtp_qwen35_moe,
 }
 Case = tuple[Path, dict[str, Any], Draft]
 
@@ -73,8 +77,22 @@ class Seen:
 
 def test_proposals_are_those_of_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a prompt in chunks, behind drafts that do not hold, and in a batch."""
+    check_proposals(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "deepseek"], indirect=True)
+def test_heads_draft_with_torchs_own_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which machines without a C++ compiler have."""
+    check_proposals(case, monkeypatch, attention_backend="torch_ref")
+
+
+def check_proposals(case: Case, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     target, config, draft = case
-    core = make_engine(target, speculative_config=config, dtype="float32", max_num_batched_tokens=16, num_threads=1)
+    # In float16, the default of caches, keys of an index are rounded, and others may be selected.
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32"}
+    core = make_engine(
+        target, speculative_config=config, max_num_batched_tokens=16, num_threads=1, **exact, **settings
+    )
     draft_always(core)
     seen = Seen(core, draft, monkeypatch)
     driver = Driver(core)
@@ -154,16 +172,23 @@ def test_tokens_are_those_of_no_speculation(case: Case) -> None:
     assert counted.num_drafts > 100
 
 
-def test_both_layouts_of_medusa_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"), [("medusa", {"converted": True}), ("eagle", {"bias": False})], ids=["medusa", "eagle"]
+)
+def test_the_other_published_layout_proposes_the_same(
+    method: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = make_model(tmp_path / "target", "llama")
-    head, draft = draft_heads.medusa(tmp_path / "head", Target(target), converted=True)
-    core = make_engine(target, speculative_config={"method": "medusa", "model": str(head)}, dtype="float32")
+    head, draft = getattr(draft_heads, method)(tmp_path / "head", Target(target), **options)
+    config = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    core = make_engine(target, speculative_config=config, dtype="float32", num_threads=1)
     draft_always(core)
+    seen = Seen(core, draft, monkeypatch)
     driver = Driver(core)
-    driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     driver.finish()
-    assert runner_of(core).proposer is not None
-    assert draft([5, 6, 7, 8], 3)
+    assert seen.proposed == seen.expected
+    assert len(seen.proposed) > 3
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

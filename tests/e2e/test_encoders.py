@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from quire.attention.base import AttentionSpec, Written, make_batch
+from quire.attention.base import AttentionSpec, LayerCache, Written, make_batch
 from quire.attention.cpu_native import NativeAttention
 from quire.attention.torch_ref import TorchAttention
 from quire.attention.triton import TritonAttention, both_directions
@@ -20,7 +20,8 @@ from quire.models.registry import model_class
 from quire.types.errors import ConfigError, ModelError
 from quire.types.sampling import PoolingParams
 from tests.e2e.test_pooling import PROMPTS, pool, vector
-from tests.e2e.tiny import VOCAB, make_engine
+from tests.e2e.tiny import LATENT, VOCAB, make_engine, make_model
+from tests.e2e.tiny import SIZES as DECODER
 from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 SIZES: dict[str, Any] = {
@@ -102,6 +103,37 @@ def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Pat
     small = engine(tmp_path, attention_backend=backend, max_num_batched_tokens=150, max_num_seqs=2)
     assert [output.pooled for output in pool(small, PROMPTS, WHOLE)] == [output.pooled for output in outputs]
     assert pool(core, PROMPTS[4:], WHOLE)[0].pooled == outputs[4].pooled
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 9}), ("gemma3_text", {"sliding_window": 9})],
+)
+def test_decoders_that_are_not_causal_are_encoders(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """As GTE-Qwen2's config says it."""
+    make_model(tmp_path, model_type, is_causal=False, **keys)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    outputs = pool(engine(tmp_path), PROMPTS, WHOLE)
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).last_hidden_state[0]
+        np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-3)
+    with pytest.raises(ConfigError, match="is a model that only pools; set --runner auto"):
+        engine(tmp_path, runner="generate")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "kind"),
+    [
+        ("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}, "mamba2"),
+        ("DeepseekV3ForCausalLM", {**LATENT, "num_attention_heads": 4}, "latent"),
+    ],
+)
+def test_layers_that_cannot_look_ahead_are_refused(architecture: str, keys: dict[str, Any], kind: str) -> None:
+    config = {**DECODER, **keys, "architectures": [architecture]}
+    model_class(config).describe(config)
+    with pytest.raises(ModelError, match=f"is_causal is false in the model config, but {kind} layers"):
+        model_class(config).describe({**config, "is_causal": False})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +233,6 @@ def test_both_directions_are_the_same_on_every_backend(window: int | None) -> No
     expected = both_directions(spec, Written(q, k, v), batch)
     for backend in (NativeAttention(), TorchAttention()):
         cache = torch.zeros(backend.cache_shape(first, block, heads, dim))
-        metadata = backend.prepare_eager(batch)
-        written = backend.write(spec, qkv, None, None, cache, metadata)
-        found = backend.attend(spec, written, cache, metadata)
+        at = LayerCache(spec, cache, backend.prepare_eager(batch))
+        found = backend.attend(at, backend.write(at, qkv, None, None))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ import transformers
 import xllamacpp
 
 from quire import LLM
+from tests.loader import gguf_tiny
 
 WORDS = [
     "[PAD]",
@@ -107,14 +108,14 @@ def write(kind: str, path: Path, pooling: gguf.PoolingType, quant: str | None = 
     writer.close()
 
 
-def llama_cpp_vectors(path: Path) -> list[np.ndarray]:
+def llama_cpp_vectors(path: Path, texts: list[str] = TEXTS) -> list[np.ndarray]:
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.embedding, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = True, 64, 1, False, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
-    return [np.array(server.handle_embeddings({"input": text})["data"][0]["embedding"]) for text in TEXTS]
+    return [np.array(server.handle_embeddings({"input": text})["data"][0]["embedding"]) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,21 @@ def test_vectors_are_those_of_llama_cpp(kind: str, pooling: str, quant: str | No
         found = np.array(output.outputs.embedding)
         # llama.cpp takes GELU from a float16 table, and rounds activations for quantized weights to 8 bits.
         assert float(found @ expected) > (1 - 1e-5 if quant is None else 1 - 1e-3)
+
+
+def test_gemma_embedders_attend_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_keys(writer: gguf.GGUFWriter, config: Any) -> None:
+        writer.add_sliding_window(16)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+
+    sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32}
+    name, path = "gemma-embedding", tmp_path / "gemma.gguf"
+    monkeypatch.setitem(gguf_tiny.TINY_MODELS, name, gguf_tiny.TinyModel(name, "gemma3_text", sizes))
+    monkeypatch.setitem(gguf_tiny._OWN_METADATA, name, own_keys)
+    gguf_tiny.write_tiny_gguf(name, path)
+    texts = ["the one", "a text that is longer than one window", "x"]
+    with LLM(str(path), max_model_len=64) as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+    assert len(outputs[1].prompt_token_ids) > 20
+    for output, expected in zip(outputs, llama_cpp_vectors(path, texts), strict=True):
+        assert float(np.array(output.outputs.embedding) @ expected) > 1 - 1e-4

@@ -104,7 +104,7 @@ def test_half_precision_checkpoints_keep_their_type_and_values(folder: Path, mon
     torch.testing.assert_close(logits(folder), logits(folder, dtype="float32"), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "bound"), [("int8", 0.02), ("int4", 0.25)])
+@pytest.mark.parametrize(("method", "bound"), [("int8", 0.02), ("int4", 0.25), ("fp8", 0.1), ("mxfp4", 0.4)])
 def test_quantizing_while_loading(tmp_path: Path, method: str, bound: float) -> None:
     """Small weights: with large ones a random model blows up every error, as no trained model does."""
     folder = make_model(tmp_path, "qwen2", initializer_range=0.05)
@@ -120,10 +120,10 @@ def test_a_float_gguf_can_be_quantized_and_a_quantized_one_cannot(tmp_path: Path
     write_tiny_gguf("llama", quantized, "Q8_0")
     plan, model = load(half, quantization="int8")
     assert weights_of(plan) == taken(model)
-    for method in ("int8", "int4"):
+    for method in ("int8", "int4", "fp8", "mxfp4"):
         message = (
-            f"quantization is '{method}', which quantizes float weights while they are loaded, but this checkpoint is"
-            r" quantized already \(weights in it are Q8_0\); leave --quantization out"
+            f"quantization is '{method}', which quantizes float weights while they are loaded, but .* is quantized"
+            r" already \(.*weights .*are Q8_0\); leave --quantization out"
         )
         with pytest.raises(ConfigError, match=message):
             load(quantized, quantization=method)
@@ -133,7 +133,7 @@ def test_a_float_gguf_can_be_quantized_and_a_quantized_one_cannot(tmp_path: Path
     ("settings", "message"),
     [
         ({"quantization": "int8", "dtype": "bfloat16"}, "'int8' but it computes in float32, not in torch.bfloat16"),
-        ({"quantization": "fp8"}, "quantization is 'fp8' but "),
+        ({"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' but it runs on cuda, and on cpu in float32"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(folder: Path, settings: dict[str, str], message: str) -> None:

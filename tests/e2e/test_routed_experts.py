@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.layers.experts import Recording, Router, RoutingTape
-from quire.ops.routing import Routing, weigh
-from quire.types.errors import RequestError
+from quire.config.engine import EngineConfig
+from quire.layers.experts import Recording, Replay, Router
+from quire.types.errors import ConfigError, RequestError
+from quire.worker.direct import DirectModel
 from tests.e2e.tiny import make_model
 from tests.models.harness import load, run_chunks
 from tests.models.zoo import EXPERT_KEYS
@@ -23,18 +23,6 @@ PROMPT = [5, 9, 5, 17, 30, 5, 9, 33, 41, 2, 90, 77]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERT_KEYS)
-
-
-class Replay(RoutingTape):
-    """Sends the tokens of each forward pass where the next of a recording went, weighted by the router's logits."""
-
-    def __init__(self, ids: Tensor, routing: Routing) -> None:
-        self._ids, self._routing, self._start = ids, routing, 0  # ids: [tokens, k], in the order of computation
-
-    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        given = self._ids[self._start : self._start + ids.shape[0]].to(ids.device)
-        self._start += ids.shape[0]
-        return given.to(torch.int32), weigh(logits, given.long(), self._routing)
 
 
 def routers_of(model: torch.nn.Module) -> list[Router]:
@@ -72,6 +60,17 @@ def test_recorded_routing_is_what_the_routers_choose_and_can_be_replayed(model: 
     torch.testing.assert_close(replayed(torch.from_numpy(asked.routed_experts)), expected, atol=1e-5, rtol=0)
     others = (torch.from_numpy(asked.routed_experts) + 1) % EXPERT_KEYS["num_experts"]
     assert not torch.allclose(replayed(others), expected, atol=1e-3)
+
+    with torch.inference_mode():
+        direct = DirectModel(EngineConfig.from_flat(model=str(model), skip_tokenizer_init=True))
+        routed = asked.routed_experts
+        own, same = direct.logits(tokens), direct.logits(tokens, routed)
+        torch.testing.assert_close(same, own, atol=1e-4, rtol=0)
+        changed = direct.logits(tokens, others.numpy())
+        assert not torch.allclose(changed, own, atol=1e-3)
+        assert torch.equal(direct.logits(tokens), own), "the next pass chooses itself"
+        with pytest.raises(ConfigError, match=r"routed_experts is \[1, 4, 2\], but must be \[17, 4, 2\]"):
+            direct.logits(tokens, routed[:1])
 
 
 def test_a_model_without_experts_refuses(tmp_path: Path) -> None:

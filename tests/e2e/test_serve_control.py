@@ -24,6 +24,7 @@ from tests.e2e.serving import Running, eventually, start
 from tests.e2e.test_lora import make_adapter
 from tests.e2e.tiny import VOCAB, make_model
 from tests.e2e.tiny_tokenizer import SPECIAL, write_tokenizer
+from tests.runner.sampling.test_logits_processors import NAME as PROCESSOR
 
 PROMPT = [5, 9, 33, 7, 21, 4, 60] * 8
 KEY = {"authorization": "Bearer operator"}
@@ -59,7 +60,7 @@ def server(root: Path) -> Iterator[Running]:
     key.write_text("operator\n")
     flags = ["--enable-lora", "--max-loras", "2", "--lora-root", str(root / "adapters"), "--dtype", "float32"]
     admin = ["--admin", f"unix:{root}/admin", "--admin-key-file", str(key)]
-    memory = ["--kv-cache-memory", "8MiB"]
+    memory = ["--kv-cache-memory", "8MiB", "--logits-processors", PROCESSOR]
     running = start(str(root / "base"), "--served-model-name", "base", "--keep-alive", *flags, *admin, *memory)
     yield running
     assert running.stop() == 0, "".join(running.log)
@@ -100,6 +101,17 @@ async def begin(client: httpx.AsyncClient, model: str, **fields: Any) -> asyncio
 
 async def names(client: httpx.AsyncClient) -> list[str]:
     return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+
+
+async def test_the_operators_logits_processor_edits_requests_that_ask(server: Running) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        free = await tokens(client, "base")
+        sevens = await tokens(client, "base", vllm_xargs={"multiples_of": 7})
+        wrong = await client.post("/v1/completions", json=body("base", vllm_xargs={"multiples_of": "many"}))
+        assert await tokens(client, "base") == free
+    assert len(set(sevens)) == 24
+    assert {token % 7 for token in sevens} == {0}
+    assert "invalid literal for int()" in wrong.text
 
 
 async def test_what_cannot_be_served_is_refused_and_changes_nothing(server: Running, root: Path) -> None:
@@ -196,6 +208,11 @@ async def test_sleep_by_an_ollama_client(server: Running) -> None:
     async def is_asleep() -> bool:
         return await health(client) == ("asleep", 200, 503)
 
+    async def is_ready() -> bool:
+        found = await health(client)
+        assert found[0] != "asleep", "it has answered"
+        return found == ("ready", 200, 200)
+
     asked = {"model": "base", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         expected = await tokens(client, "base")
@@ -207,7 +224,7 @@ async def test_sleep_by_an_ollama_client(server: Running) -> None:
         assert (await client.post("/api/generate", json={"model": "base", "keep_alive": -1})).status_code == 200
         assert await tokens(client, "base") == expected
         assert [model["name"] for model in (await client.get("/api/ps")).json()["models"]] == ["base:latest"]
-        assert await health(client) == ("ready", 200, 200)
+        await eventually(is_ready)  # it is looked every 20 ms whether the engine has woken
 
 
 async def test_pause_and_limits_by_ctl(server: Running, root: Path, capsys: pytest.CaptureFixture[str]) -> None:

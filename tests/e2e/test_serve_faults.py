@@ -31,7 +31,9 @@ from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.engine.processes import Watch
 from tests.server.helpers import make_app
 
+# What it forbids is refused before an engine sees it: tests/server/test_openapi.py sends that.
 schema = schemathesis.openapi.from_dict(make_app().openapi())
+schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE])
 
 LONG = 4000
 # It is part of every event, which makes long streams longer than the system's socket buffers.
@@ -290,7 +292,7 @@ async def test_malformed_and_oversized_bodies(name: str, server: Running) -> Non
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request)
     line = await asyncio.wait_for(reader.readline(), 30)
-    writer.close()
+    writer.transport.abort()  # closing would wait for what nobody reads
     assert int(line.split()[1]) == status
 
 
@@ -303,9 +305,7 @@ async def test_malformed_and_oversized_bodies(name: str, server: Running) -> Non
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_that_the_schema_allows_or_forbids_hurts_the_engine(
-    case: schemathesis.Case, server: Running
-) -> None:
+def test_no_request_that_the_schema_allows_hurts_the_engine(case: schemathesis.Case, server: Running) -> None:
     if isinstance(case.body, dict):  # so that what is valid does not run to the end of the context
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(case.body.get(name), int | None):
@@ -318,7 +318,7 @@ async def test_a_request_that_never_ends_holds_nothing_up(server: Running, clien
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request_bytes(b"x" * 1000)[:-500])
     await assert_idle_and_serving(client)
-    writer.close()
+    writer.transport.abort()
     await assert_idle_and_serving(client)
 
 

@@ -6,6 +6,7 @@ drafts, in layers that see a window, in steps in flight, and in a cache that is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -18,6 +19,7 @@ from quire.engine.core import EngineCore
 from quire.planning.engine_plan import plan_memory
 from quire.structured.sources import make_source
 from quire.types.sampling import SamplingParams
+from quire.types.step import StepResult
 from quire.types.structured import StructuredOutputsParams
 from tests.e2e import draft_heads
 from tests.e2e.covering import Row, covering_rows
@@ -25,10 +27,13 @@ from tests.e2e.draft_heads import Target
 from tests.e2e.drafting import Counting, assert_same, draft_always, engine
 from tests.e2e.test_draft_model import GEMMA
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_model
-from tests.e2e.tiny_grammar import regex
+from tests.e2e.tiny_grammar import regex, text_of
+from tests.runner.engines import runner_of
 
 TAGS = [{"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</f>"}]
-TOOLS = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}}
+# A random model writes no trigger by itself, so that a call has to come first.
+CALLS = [{"type": "tag", **TAGS[0]}, {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}]
+TOOLS = {"type": "structural_tag", "format": {"type": "sequence", "elements": CALLS}}
 GRAMMARS = {
     "regex": regex(r"([a-f]{1,3}[0-9]){2,12}"),
     "tools": make_source(StructuredOutputsParams(structural_tag=json.dumps(TOOLS))),
@@ -112,6 +117,9 @@ def expected(
         driver = Driver(engine(target, max_model_len=140))
         send(driver)
         found[target] = driver.finish()
+        called = [name for name, answer in found[target].items() if text_of(answer.token_ids).startswith("<f=x>")]
+        rows = covering_rows(ASKED)
+        assert called == [name for name in found[target] if rows[int(name.split("-")[0])]["grammar"] == "tools"]
     return found
 
 
@@ -124,6 +132,26 @@ def make_core(target: Path, config: dict[str, Any], row: Row) -> EngineCore:
     return engine(target, speculative_config=config, steps_in_flight=row["steps_in_flight"], **settings)
 
 
+def know_every_third(core: EngineCore, known: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one proposal of three be what will be said: random weights are hardly ever right."""
+    runner, count = runner_of(core), itertools.count()
+    finish = runner.finish
+
+    def finish_knowing(step: Any) -> StepResult:
+        result = finish(step)
+        requests = {request.row: request for request in core.scheduler._state.running}
+        for index, tokens in result.proposals.items():
+            request = requests.get(step.plan.rows[index])
+            if request is None or next(count) % 3:
+                continue
+            first = len(request.token_ids) - request.num_prompt_tokens + len(result.token_ids[index])
+            said = known[request.request_id].token_ids[first : first + len(tokens)]
+            tokens[: len(said)] = said
+        return result
+
+    monkeypatch.setattr(runner, "finish", finish_knowing)
+
+
 @pytest.mark.parametrize(
     "rows", [pytest.param(PAIRS, id="pairs"), pytest.param(TRIPLES, id="triples", marks=pytest.mark.nightly)]
 )
@@ -133,12 +161,14 @@ def test_answers_are_those_of_no_speculation(
     expected: dict[Path, dict[str, Answer]],
     drafter: str,
     rows: list[Row],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_drafts = num_accepted = num_preemptions = 0
     for row in (row for row in rows if row["drafter"] == drafter):
         target, config = drafters[drafter, row["window"]]
         core = make_core(target, config, row)
         draft_always(core)
+        know_every_third(core, expected[target], monkeypatch)
         counted, driver = Counting(core), Driver(core)
         send(driver, expected[target] if drafter == "prediction" else None)
         assert_same(driver.finish(), expected[target])
@@ -149,5 +179,4 @@ def test_answers_are_those_of_no_speculation(
         num_preemptions += stats.num_preemptions
     assert num_drafts > 20
     assert num_preemptions > 0
-    if drafter in ("prediction", "suffix"):
-        assert num_accepted > 10
+    assert num_accepted > num_drafts / 4, "heads alone reach a fifth at most, mostly tokens that a grammar forces"

@@ -22,6 +22,7 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.frontend.text_model import load_text_model
 from quire.kernels.cpu import library
+from quire.layers.quant.base import GroupedMethod
 from quire.planning.engine_plan import plan_memory
 from quire.runner.eager import Eager
 from quire.runner.kernel_list import KernelList
@@ -36,7 +37,7 @@ from tests.e2e.covering import Row, covering_rows
 from tests.e2e.test_lora import make_adapter
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
-from tests.runner.engines import run_eagerly, spy_on
+from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 SCHEMA = {
     "type": "object",
@@ -203,7 +204,8 @@ def alone(models: Models) -> list[Content]:
 def test_any_three_features_together(models: Models, alone: list[Content], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
     memory, kind = settings.pop("memory"), settings.pop("kind")
-    model = models[settings.pop("quantized"), kind]
+    quantized = settings.pop("quantized")
+    model = models[quantized, kind]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
         settings |= {"kv_cache_memory": layout.bytes_for(MAX_LEN, 64) + 2 * layout.page_bytes}
@@ -211,6 +213,7 @@ def test_any_three_features_together(models: Models, alone: list[Content], engin
     faults, way, method = settings.pop("faults"), settings.pop("way"), settings.pop("speculation")
     settings["speculative_config"] = {"method": method}
     llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings, **LORA)
+    check_experts(core, kind, quantized)
     verify_every_draft(core)
     spy = spy_on(core)
     if faults:
@@ -253,6 +256,15 @@ def test_any_features_together_on_two_ranks(model: Path, method: str) -> None:
             outputs = llm.generate([prompt_of(index) for index in range(len(ROWS))], params, use_tqdm=False)
             found.append([content(output) for output in outputs])
     assert found[0] == found[1]
+
+
+def check_experts(core: EngineCore, kind: str, quantized: str) -> None:
+    """A model with experts that is quantized has quantized experts."""
+    model = worker_of(core).model
+    assert model is not None
+    kept = {method.kept for method in model.modules() if isinstance(method, GroupedMethod)}
+    assert bool(kept) == (kind in ("experts", "latent", "sparse"))
+    assert not kept or ("code4" in kept.pop()) == (quantized == "w4a16") or library.load() is None
 
 
 def verify_every_draft(core: EngineCore) -> None:

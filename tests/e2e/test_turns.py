@@ -34,6 +34,24 @@ def test_turns_go_on_from_what_earlier_ones_computed(model: Path, turns: int) ->
     assert core.scheduler.stats().prefix_without_state == 0
 
 
+def test_turns_whose_thinking_is_dropped_go_on_behind_the_last_question(model: Path) -> None:
+    """As templates of thinking models render it: the prompt begins the thinking, and the next turn tells the answer
+    alone, so that the two part where the answer begins."""
+    core, cold = make_engine(model, num_threads=2), make_engine(model, num_threads=2, enable_prefix_caching=False)
+    draw, end = random.Random(3), 2
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    thinks = [draw.randrange(3, VOCAB) for _ in range(20)]
+    history, found = [draw.randrange(3, VOCAB) for _ in range(30)] + [end], []
+    for _ in range(4):
+        history += [*(draw.randrange(3, VOCAB) for _ in range(50)), end]
+        answer = run_alone(core, history + thinks, params)
+        assert answer.token_ids == run_alone(cold, history + thinks, params).token_ids
+        found.append((answer.num_cached_tokens, len(history) // 16 * 16))
+        history += [*answer.token_ids[20:], end]
+    assert [cached for cached, _ in found[1:]] == [asked for _, asked in found[:-1]]
+    assert core.scheduler.stats().prefix_without_state == 0
+
+
 def test_misses_for_want_of_a_state_are_counted(model: Path) -> None:
     core = make_engine(model, num_threads=2)
     draw, params = random.Random(1), SamplingParams(max_tokens=1)
@@ -41,8 +59,9 @@ def test_misses_for_want_of_a_state_are_counted(model: Path) -> None:
     found = []
     for _ in range(3):
         tail = [draw.randrange(3, VOCAB) for _ in range(40)]
-        found.append(run_alone(core, shared + tail, params).num_cached_tokens)
-    assert found == [0, 0, 64], "the second one leaves a checkpoint where attention had hit"
+        answer = run_alone(core, shared + tail, params)
+        found.append((answer.num_cached_tokens, answer.num_without_state))
+    assert found == [(0, 0), (0, 64), (64, 0)], "the second one leaves a checkpoint where attention had hit"
     assert core.scheduler.stats().prefix_without_state == 64
 
 

@@ -69,6 +69,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_without_state: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
@@ -77,6 +78,7 @@ class Answer:
         self.logprobs += output.logprobs or []
         self.prompt_logprobs += output.prompt_logprobs or []
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.num_without_state += output.num_without_state
         self.finish_reason, self.error = output.finish_reason, output.error
 
     def content(self) -> object:

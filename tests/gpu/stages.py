@@ -82,8 +82,8 @@ class StagesInOneProcess(Executor):
             running.append(step)
         return LocalStep(self, running)
 
-    def prepare(self) -> bool:
-        prepared = [worker.prepare() for worker in self.workers]
+    def capture_next(self) -> bool:
+        prepared = [worker.capture_next() for worker in self.workers]
         return any(prepared)
 
     def is_sticky(self, error: Exception) -> bool:

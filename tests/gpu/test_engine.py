@@ -55,7 +55,7 @@ def test_captured_and_eager_steps(model: Path, monkeypatch: pytest.MonkeyPatch) 
     kinds = {shape.sampling for shape in spy.ran}
     assert {kind.greedy for kind in kinds} == {bool(kind.groups) for kind in kinds} == {False, True}
     assert {kind.logprobs for kind in kinds} >= {None, 5}
-    while core.prepare():  # all that an idle engine captures, with buffers that steps have used
+    while core.capture_next():  # all that an idle engine captures, with buffers that steps have used
         pass
     assert contents(run_jobs(core, jobs, seed=3)) == captured
     core.shutdown()

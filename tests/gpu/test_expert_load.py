@@ -15,7 +15,7 @@ pytestmark = needs_gpu
 
 
 def test_counting_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.runner.expert_load.EVERY", 1)
+    monkeypatch.setattr("quire.runner.experts.EVERY", 1)
     model = make_model(tmp_path / "model", "qwen3_moe", **{**SIZES, **EXPERTS, "moe_intermediate_size": 128})
     jobs, found, told = make_jobs(12, longest=100), [], [0] * EXPERTS["num_experts"]
     for counts in (False, True):

@@ -48,7 +48,7 @@ def test_no_more_is_taken_than_was_declared(tmp_path: Path, deterministic: bool)
     graphs = sum(line.num_bytes for line in plan.ledger.entries if line.name.startswith("CUDA graphs"))
     assert graph_bytes() - others >= graphs > 0, "taken at the start"
     torch.cuda.reset_peak_memory_stats()
-    while core.prepare():
+    while core.capture_next():
         pass
     jobs = shaped(make_jobs(60, longest=3000))
     for seed in range(2):  # the second time prompts are cached

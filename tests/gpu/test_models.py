@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.worker.direct import DirectModel
 from tests.gpu.helpers import needs_gpu
-from tests.models.zoo import ARCHITECTURES, LENGTH, RECURRENT, Tiny
+from tests.models.zoo import ARCHITECTURES, LENGTH, MIXTURES, RECURRENT, Tiny
 
 pytestmark = needs_gpu
 TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -30,7 +31,11 @@ def logits_on(folder: Path, tiny: Tiny, device: str, **settings: Any) -> Tensor:
 NARROW = Tiny("narrow heads", "LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
 
 
-@pytest.mark.parametrize("tiny", [*ARCHITECTURES, *RECURRENT, NARROW], ids=lambda tiny: tiny.name)
+# A machine with a GPU may have an older transformers than the project's tests ask for.
+KNOWN = [tiny for tiny in (*ARCHITECTURES, *MIXTURES, *RECURRENT, NARROW) if hasattr(transformers, tiny.config)]
+
+
+@pytest.mark.parametrize("tiny", KNOWN, ids=lambda tiny: tiny.name)
 def test_logits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
     tiny.make(tmp_path)
     expected = logits_on(tmp_path, tiny, "cpu", attention_backend="torch_ref")

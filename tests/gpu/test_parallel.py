@@ -33,6 +33,7 @@ def test_a_group_of_one_exchanges_with_itself(collectives: Any) -> None:
     x = torch.randn(5, 7, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(collectives.all_reduce(x), x)
     assert torch.equal(collectives.all_gather(x, 7), x)
+    assert torch.equal(collectives.gather_rows(collectives.reduce_scatter(x), 5), x)
     assert collectives.minimum([3, 1 << 40]) == [3, 1 << 40]
 
 
@@ -94,14 +95,18 @@ def test_collectives_add_few_launches_and_no_wait(collectives: Any, tmp_path: Pa
     assert more_waits <= waits + 1
 
 
-def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("name", "threshold"), [("all_reduce", 0), ("reduce_scatter", 24)])
+def test_an_engine_with_collectives_gives_the_same(
+    collectives: Any, name: str, threshold: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Steps by rows too: captured ones, and eager ones of more tokens than are captured."""
     model, jobs = tiny_model(tmp_path / "model"), make_jobs(24, longest=100)
     plain = engine(model, deterministic=True)
     expected = run_jobs(plain, jobs, seed=1)
     plain.shutdown()
-    group = ParallelGroup(0, 1, collectives)
+    group = ParallelGroup(0, 1, collectives, row_threshold=threshold)
     calls = 0
-    counted = collectives.all_reduce
+    counted = getattr(collectives, name)
 
     def count(x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -109,7 +114,7 @@ def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: P
         result: torch.Tensor = counted(x)
         return result
 
-    monkeypatch.setattr(collectives, "all_reduce", count)
+    monkeypatch.setattr(collectives, name, count)
     EXECUTORS.register("nccl-of-one", lambda config, report: InProcExecutor(Worker(config, report, group)))
     config = EngineConfig.from_flat(model=str(model), device="cuda", max_model_len=1024, deterministic=True)
     core, _, _ = build_engine(config, executor_name="nccl-of-one")
@@ -118,6 +123,6 @@ def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: P
     again = run_jobs(core, jobs, seed=2)
     core.shutdown()
     assert steps_called  # row-parallel layers do sum over the group
-    for name, answer in expected.items():
-        assert found[name].token_ids == answer.token_ids, name
-        assert again[name].token_ids == answer.token_ids, name
+    for job, answer in expected.items():
+        assert found[job].token_ids == answer.token_ids, job
+        assert again[job].token_ids == answer.token_ids, job

@@ -12,7 +12,7 @@ from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
 from tests.e2e.test_classifiers import make_classifier
-from tests.e2e.test_encoders import WHOLE, make_encoder
+from tests.e2e.test_encoders import ENCODERS, WHOLE, make_encoder
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import make_engine
 from tests.gpu.helpers import needs_gpu, tiny_model
@@ -22,7 +22,7 @@ pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert", "Gemma3Text"])
+@pytest.mark.parametrize("name", [*ENCODERS, "Gemma3Text"])
 def test_hidden_states_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     theirs = make_encoder(tmp_path, name)
     core = make_engine(tmp_path, device="cuda", dtype=dtype, max_model_len=150)

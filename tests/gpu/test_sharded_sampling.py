@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.base import Target
 from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
-from quire.ops.draw_within import DRAW_WITHIN
+from quire.ops.draw import DRAW_WITHIN
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.sampling.sharded import VocabShard
 from tests.gpu.helpers import needs_gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.runner.block_tables import BlockTables
+from quire.runner.request_rows import BlockTables
 from quire.types.step import StepPlan
 from tests.gpu.helpers import needs_gpu
 

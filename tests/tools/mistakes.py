@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention import cpu_native
-from quire.attention.base import AttentionSpec, make_batch
+from quire.attention.base import AttentionSpec, LayerCache, make_batch
 from quire.kernels.cpu import library, matrix, ops, shaping, step
 
 Maker = Callable[..., Tensor]
@@ -85,7 +85,8 @@ def attend(width: int, qkv: Tensor, make_cache: Maker) -> Tensor:
     cache = make_cache(*backend.cache_shape(2, 16, 1, width))
     tables = torch.tensor([[0, 1]], dtype=torch.int32)
     metadata = backend.prepare_eager(make_batch([32], [32], tables, torch.arange(32), 16))
-    return backend.attend(spec, backend.write(spec, qkv, None, None, cache, metadata), cache, metadata)
+    at = LayerCache(spec, cache, metadata)
+    return backend.attend(at, backend.write(at, qkv, None, None))
 
 
 def exit_code(call: Call, too_short: str) -> int:
