@@ -1,7 +1,7 @@
 """Plan against measurement: what `quire plan` says of three loads, and what an engine really does with them.
 
     python benchmarks/capacity.py [--models smollm2 | qwen3-0.6b llama-8b] [--machine NAME] [--seconds 30]
-                                  [--tables FOLDER] [--keep-tables] [--out NAME]
+                                  [--tables FOLDER] [--keep-tables] [--bench-seconds 90] [--out NAME]
 
 For each model: `quire bench steps` measures its cost table, then an engine process gets each load twice. The same
 requests come at the same moments in virtual time. Compared are TTFT and ITL (median and p90) and throughput, at the
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,13 @@ def model_folder(model: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield Path(folder), settings
 
 
-def bench_steps(model: str, machine: str, folder: Path, settings: dict[str, Any], path: Path) -> CostTable:
+def bench_steps(
+    model: str, machine: str, folder: Path, settings: dict[str, Any], path: Path, seconds: float = 90.0
+) -> CostTable:
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "quire", "bench", "steps", model, "--machine", machine, "--table", path.name]
+    command += ["--seconds", str(seconds)]
     begin = time.monotonic()
     subprocess.run([*command, *flags], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     shutil.copyfile(folder / path.name, path)
@@ -87,6 +91,7 @@ class Run:
     itl: list[float] = field(default_factory=list)
     first: set[str] = field(default_factory=set)
     num_tokens: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # polling would take time from the engine's cores
 
     async def run(self) -> dict[str, float]:
         await self.client.call_async("reset_prefix_cache")
@@ -94,11 +99,9 @@ class Run:
         begin = time.monotonic()
         for due, make in self.load.arrivals():
             await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
-            while len(self.open) >= (self.load.max_concurrency or math.inf):
-                await asyncio.sleep(0.0005)
+            await self._fewer_than(self.load.max_concurrency or math.inf)
             self._send(make())
-        while self.open:
-            await asyncio.sleep(0.0005)
+        await self._fewer_than(1)
         seconds = time.monotonic() - begin
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
@@ -107,6 +110,11 @@ class Run:
             {f"p{p}": 1000 * percentile(self.itl, p) for p in (50, 90)},
             self.num_tokens / seconds,
         )
+
+    async def _fewer_than(self, most: float) -> None:
+        while len(self.open) >= most:
+            self.ended.clear()
+            await self.ended.wait()
 
     def _send(self, request: EngineRequest) -> None:
         self.open[request.request_id] = time.monotonic()
@@ -124,6 +132,7 @@ class Run:
                     self.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     del self.open[name]
+                    self.ended.set()
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -152,18 +161,22 @@ def sized(table: CostTable, load: Workload, seconds: float) -> Workload:
     return replace(load, num_prompts=max(16, round(rate * seconds)), request_rate=rate)
 
 
-async def measured(config: EngineConfig, loads: dict[str, Workload]) -> dict[str, list[dict[str, float]]]:
-    """Each load twice, in turns, after some requests of each."""
+async def measured(
+    config: EngineConfig, loads: dict[str, Workload], warm_rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """Each load twice, in turns, after some requests of each, and after whole rounds where steps are compiled."""
     client = ZmqClient(config)
     await client.wait_ready_async()
     try:
         for load in loads.values():
             await Run(client, replace(load, num_prompts=8, request_rate=math.inf, max_concurrency=8)).run()
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
-        for _ in range(2):
+        for number in range(warm_rounds + 2):
             for name, load in loads.items():
-                runs[name].append(await Run(client, load).run())
-                print(f"  {name}: {runs[name][-1]}", flush=True)
+                found = await Run(client, load).run()
+                print(f"  {name}: {found}", flush=True)
+                if number >= warm_rounds:
+                    runs[name].append(found)
     finally:
         await client.stop_async()
         client.shutdown()
@@ -185,10 +198,11 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, Any]:
     with model_folder(model) as (folder, settings):
         path = args.tables / f"{args.machine}-{model}.json"
         is_there = args.keep_tables and path.exists()
-        table = read_table(path) if is_there else bench_steps(model, args.machine, folder, settings, path)
+        new = partial(bench_steps, model, args.machine, folder, settings, path, args.bench_seconds)
+        table = read_table(path) if is_there else new()
         loads = {name: sized(table, load, args.seconds) for name, load in LOADS.items()}
         where = str(folder / model) if model in SHAPES else model
-        runs = asyncio.run(measured(EngineConfig.from_flat(model=where, **settings), loads))
+        runs = asyncio.run(measured(EngineConfig.from_flat(model=where, **settings), loads, args.warm_rounds))
     results = {}
     for name, load in loads.items():
         found = compared(planned(table, load), runs[name])
@@ -217,6 +231,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="about how long each load takes")
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of cost tables; default: the package's")
     parser.add_argument("--keep-tables", action="store_true", help="use the tables that are there already")
+    parser.add_argument("--bench-seconds", type=float, default=90.0, help="about how long a table is measured")
+    parser.add_argument("--warm-rounds", type=int, default=0, help="runs of each load that do not count; 1 on a GPU")
     parser.add_argument("--out", default="capacity", help="name of the results; default %(default)s")
     args = parser.parse_args()
     args.tables = args.tables.resolve()

@@ -1,8 +1,9 @@
-"""How long two processes take to sum 64 KB over shared memory, and to hand hidden states from one to the other.
+"""How long processes take to sum over shared memory, whole and by rows, and to hand hidden states to one another.
 
-Run: python benchmarks/collectives.py [--rounds 5000] [--output benchmarks/results/collectives.json]
+Run: python benchmarks/collectives.py [--rounds 5000] [--ranks 2] [--output benchmarks/results/collectives.json]
 
-Both run with one thread each. A round is one call that has returned; the link's is a message there and one back.
+Each runs with one thread. A round is one call that has returned; by rows it is a reduce-scatter and an all-gather, as
+sequence parallel steps have them. The link's, of the first two processes, is a message there and one back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from quire.parallel.shared_memory import (
 )
 
 SIZES = (4 << 10, 64 << 10, 1 << 20)
-WARM_UP = 200
+WIDE = (1 << 20, 8 << 20)  # of prompts
+ROW = 8 << 10  # bytes of a token
+WARM_UP = 20
 
 
 def rounds_of(work: Callable[[], object], count: int) -> list[float]:
@@ -50,36 +53,54 @@ def exchange(link: SharedMemoryLink, rank: int, x: torch.Tensor) -> None:
         link.send(x)
 
 
-def measure(count: int, rank: int, sums: SharedMemory, there: SharedMemory, back: SharedMemory) -> list[list[float]]:
-    """Microseconds of every round: of sums of each size, then of messages there and back."""
+def by_rows(group: SharedMemoryCollectives, x: torch.Tensor) -> None:
+    group.gather_rows(group.reduce_scatter(x), x.shape[0])
+
+
+def measure(
+    count: int, ranks: int, rank: int, sums: SharedMemory, there: SharedMemory, back: SharedMemory
+) -> dict[str, list[float]]:
+    """Microseconds of every round, by what was done."""
     library = load()
     assert library is not None, "the CPU kernels could not be built"
     library.set_threads(1)
-    group = SharedMemoryCollectives(sums, rank, 2)
+    group = SharedMemoryCollectives(sums, rank, ranks)
+    found = {}
+    for size in sorted({*SIZES, *WIDE}):
+        x, rounds = torch.ones(1, size // 4), max(50, min(count, count * (256 << 10) // size))
+        found[f"sum of {size >> 10} KB"] = rounds_of(partial(group.all_reduce, x), rounds)
+        if size in WIDE:
+            rows = x.view(-1, ROW // 4)
+            found[f"sum of {size >> 10} KB by rows"] = rounds_of(partial(by_rows, group, rows), rounds)
     ends = [part.part(0, LINK_BYTES) for part in (there, back)]
     link = SharedMemoryLink(*(ends[::-1] if rank == 0 else ends))
-    messages = [torch.ones(1, size // 4) for size in SIZES]
-    found = [rounds_of(partial(group.all_reduce, x), count) for x in messages]
-    return found + [rounds_of(partial(exchange, link, rank, x), count) for x in messages]
+    for size in SIZES if rank < 2 else ():
+        x = torch.ones(1, size // 4)
+        found[f"there and back of {size >> 10} KB"] = rounds_of(partial(exchange, link, rank, x), count)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5000)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    memories = SharedMemory(collective_bytes(2)), SharedMemory(LINK_BYTES), SharedMemory(LINK_BYTES)
+    memories = SharedMemory(collective_bytes(args.ranks)), SharedMemory(LINK_BYTES), SharedMemory(LINK_BYTES)
     torch.set_num_threads(1)
     load()
-    child = os.fork()
-    found = measure(args.rounds, int(child == 0), *memories)
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    names = [f"{what} of {size >> 10} KB" for what in ("sum", "there and back") for size in SIZES]
+    children = []
+    for rank in range(1, args.ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            measure(args.rounds, args.ranks, rank, *memories)
+            os._exit(0)
+    found = measure(args.rounds, args.ranks, 0, *memories)
+    for child in children:
+        os.waitpid(child, 0)
     results = {
         name: {"median_us": statistics.median(times), "p90_us": statistics.quantiles(times, n=10)[-1]}
-        for name, times in zip(names, found, strict=True)
+        for name, times in found.items()
     }
     for name, row in results.items():
         print(f"{name:<24} median {row['median_us']:8.1f} us   p90 {row['p90_us']:8.1f} us")

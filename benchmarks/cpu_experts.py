@@ -45,7 +45,7 @@ def main() -> None:
             results["memory"] = {probe.name: probe.peak_mb for probe in probes}
         results["file_mb"] = {"both": model.stat().st_size / 1e6}
     print(results)
-    described = environment("quire", "torch", "xllamacpp") | {"note": "the machine was shared with other work"}
+    described = environment("quire", "torch", "xllamacpp")
     name = "experts" if args.shape == "granite-moe" else args.shape
     print(write_report(RESULTS / "cpu" / f"{name}.json", described, results))
 

@@ -4,12 +4,14 @@
 
 Every engine is loaded once, in an environment of its own, and stopped (SIGSTOP) while another one is measured. Prints
 a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/. The rows over
-HTTP are measured by the client of benchmarks/server_peers.py, a server at a time.
+HTTP are measured by the client of benchmarks/server_peers.py, a server at a time. `--rows prefill batch` measures
+these rows alone, and nothing else about the machine, and leaves the file's other rows as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -92,22 +94,29 @@ def write_float_gguf(source: Path, target: Path) -> None:
     writer.close()
 
 
-def measure(probes: list[Probe], repeats: int, gemm: GemmPeak) -> dict[str, dict[str, float]]:
+def measure(
+    probes: list[Probe], repeats: int, gemm: GemmPeak, rows: list[str] | None = None
+) -> dict[str, dict[str, float]]:
     """row -> engine -> best value. The cores' own limit is measured before every turn."""
     prompts = Prompts()
     results: dict[str, dict[str, float]] = {}
     for probe in probes:
         probe.generate(prompts(1, 128), 8)  # whatever an engine does only once
     for row, run in engine_rows(prompts).items():
+        if rows is not None and row not in rows:
+            continue
         found: dict[str, list[float]] = {probe.name: [] for probe in probes}
         for _ in range(repeats):
             for probe in probes:
-                gemm.measure()
+                if rows is None:
+                    gemm.measure()
                 found[probe.name].append(run(probe))
         results[row] = {name: best(row, values) for name, values in found.items()}
         if row == "decode":
             results["memory"] = {probe.name: probe.peak_mb for probe in probes}
         print(row, {name: round(value, 1) for name, value in results[row].items()}, flush=True)
+    if rows is not None:
+        return results
     results["memory_peak"] = {probe.name: probe.peak_mb for probe in probes}
     results["ready"] = {probe.name: probe.ready_s for probe in probes}
     return results
@@ -160,6 +169,18 @@ def start_again(name: str, args: argparse.Namespace) -> float:
         return probe.ready_s
 
 
+def measure_rows(args: argparse.Namespace, gemm: GemmPeak) -> None:
+    """Only some rows, into a file that may have others."""
+    path = RESULTS / "cpu" / f"{args.name}.json"
+    before = json.loads(path.read_text())["results"] if path.exists() else {}
+    with ExitStack() as stack:
+        probes = [stack.enter_context(start(name, args.folder, args.threads)) for name in args.engines]
+        found = measure(probes, args.repeats, gemm, args.rows)
+    versions = {name: version(name, args.folder) for name in args.engines if name in PEERS}
+    described = environment("torch", "transformers", "quire") | {"peers": versions, "rows_of_this_run": args.rows}
+    print(write_report(path, described, before | found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where the peers' environments lie")
@@ -168,10 +189,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--http-repeats", type=int, default=2, help="rounds over HTTP; 0 leaves them out")
     parser.add_argument("--name", default="peers", help="the files written are NAME.json and NAME.svg")
+    parser.add_argument("--rows", nargs="+", choices=("decode", "ttft", "prefill", "batch"))
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     compile_as_installed()
     gemm = GemmPeak(args.threads)
+    if args.rows is not None:
+        measure_rows(args, gemm)
+        return
     gemm.measure()
     limits = other_limits(args.threads)
     try:

@@ -1,6 +1,7 @@
 """MiniLM on the CPU beside sentence-transformers (torch), ONNX Runtime and OpenVINO, in one run, alternating.
 
     python benchmarks/embed.py [--repeats 7] [--threads 2]
+    python benchmarks/embed.py --quire-only    # its memory too, into results/embed_memory.json
 
 All compute float32 on the same threads and get token ids; the last two run one ONNX file that is exported from the
 same weights, with mean pooling and normalization inside. Times on a shared machine move, so the result is the ratio
@@ -72,12 +73,14 @@ def main() -> None:
             for name, found in vectors.items():
                 assert np.abs(found - vectors["quire"]).max() < 1e-4, f"{name} gives other vectors"
         others = [seconds for name, seconds in best.items() if name != "quire"]
-        results.append({"row": row, "ratio": min(others) / best["quire"] if others else None, "seconds": best})
-    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        results.append({"row": row, "seconds": best} | ({"ratio": min(others) / best["quire"]} if others else {}))
     show(results, list(engines))
+    name = "embed"
     if args.quire_only:
+        name, megabytes = "embed_memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"peak memory of this process: {megabytes:.0f} MB")
-    path = write_results("embed", environment("torch", "transformers", "quire"), results)
+        results = [{"row": "peak memory of the process", "megabytes": megabytes}]
+    path = write_results(name, environment("torch", "transformers", "quire"), results)
     print(f"written to {path}")
 
 
@@ -151,7 +154,7 @@ def show(results: list[dict[str, Any]], names: list[str]) -> None:
     for column in ("", *names, "best peer / quire"):
         table.add_column(column)
     for result in results:
-        ratio = "-" if result["ratio"] is None else f"{result['ratio']:.2f}"
+        ratio = f"{result['ratio']:.2f}" if "ratio" in result else "-"
         table.add_row(result["row"], *(f"{result['seconds'][name] * 1e3:.2f}" for name in names), ratio)
     Console().print(table)
 

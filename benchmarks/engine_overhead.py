@@ -16,6 +16,7 @@ from quire.bench.report import environment, write_report
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Limits
 from quire.sched.step_times import Prior, StepTimes
 from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutputs
@@ -33,11 +34,13 @@ Times = tuple[float, float]  # wall, CPU
 def make_scheduler(num_seqs: int, num_blocks: int) -> Scheduler:
     layout = plan_layout([LayerKV("full", None, 1024)] * 24, BLOCK_SIZE)
     return Scheduler(
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=1 << 20,
-        long_prefill_token_threshold=1 << 20,
+        Limits(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=1 << 20,
+            long_prefill_token_threshold=1 << 20,
+            max_model_len=1 << 17,
+        ),
         policy="fcfs",
-        max_model_len=1 << 17,
         kv=KVCacheManager(layout, num_blocks),
     )
 
@@ -107,11 +110,8 @@ def crowded(num_waiting: int, num_steps: int) -> list[Times]:
     layout = plan_layout([LayerKV("full", None, 1024)] * 24, BLOCK_SIZE)
     prior = Prior(0.006, 0.002, 0.001, 5e-7)
     scheduler = Scheduler(
-        max_num_seqs=256,
-        max_num_batched_tokens=512,
-        long_prefill_token_threshold=256,
+        Limits(max_num_seqs=256, max_num_batched_tokens=512, long_prefill_token_threshold=256, max_model_len=1 << 17),
         policy="fcfs",
-        max_model_len=1 << 17,
         kv=KVCacheManager(layout, 100_000),
         shares=make_shares(0.08, "balanced", StepTimes(prior)),
     )

@@ -106,7 +106,7 @@ def measure(model: str, idle: bool, compiles: Compiles) -> dict[str, Any]:
         assert isinstance(client, InProcClient)
         began = time.perf_counter()
         prepared = 0
-        while client._core.prepare():
+        while client._core.capture_next():
             prepared += 1
         found["prepared while idle"] = {"steps": prepared, "s": round(time.perf_counter() - began, 2)}
         found["compiled while idle"] = compiles.take()

@@ -50,12 +50,16 @@ def request(index: int, tokens: int) -> tuple[str, dict[str, Any]]:
             {"messages": talk, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
             | {"max_tokens": tokens, "seed": index},
         ),
-        ("responses", {"input": talk[0]["content"], "max_output_tokens": tokens, "ignore_eos": True, "seed": index}),
+        (
+            "responses",
+            {"input": talk[0]["content"], "max_output_tokens": tokens, "ignore_eos": True, "seed": index}
+            | {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "return_tokens_as_token_ids": True},
+        ),
         ("messages", {"messages": talk, **long}),
     ]
     path, body = kinds[index % len(kinds)]
-    usage = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
-    return f"/v1/{path}", body | {"stream": True} | usage
+    more = {"stream_options": {"include_usage": True}, "return_token_ids": True} if "completions" in path else {}
+    return f"/v1/{path}", body | {"stream": True} | more
 
 
 @dataclass
@@ -139,24 +143,58 @@ class Clients:
 
 
 def put_together(events: list[Any]) -> Any:
-    """What a client has in the end: texts, calls, log-probabilities, finish reasons and counts of tokens."""
+    """What a client has in the end: texts, calls, token ids, log-probabilities, finish reasons and token counts."""
     if events[0].get("type") == "response.created":
         response = events[-1]["response"]
-        texts = [part["text"] for item in response["output"] for part in item.get("content") or ()]
-        return texts, response["status"], response["usage"]["output_tokens"]
+        parts = [part for item in response["output"] for part in item.get("content") or ()]
+        calls = [(item.get("name"), item.get("arguments")) for item in response["output"]]
+        texts = [(part["text"], part["logprobs"]) for part in parts]  # whose tokens are named by their ids
+        return texts, calls, response["status"], response["usage"]["output_tokens"]
     if events[0].get("type") == "message_start":
         deltas = [event["delta"] for event in events if "delta" in event]
-        text = "".join(delta.get("text", "") for delta in deltas)
-        return text, deltas[-1]["stop_reason"], events[-2]["usage"]["output_tokens"]
-    choices: dict[int, list[Any]] = {}
+        text = "".join(delta.get("text") or delta.get("partial_json") or "" for delta in deltas)
+        names = [event["content_block"].get("name") for event in events if "content_block" in event]
+        return text, names, deltas[-1]["stop_reason"], events[-2]["usage"]["output_tokens"]
+    choices: dict[int, Choice] = {}
     for choice in (choice for event in events for choice in event["choices"]):
-        whole = choices.setdefault(choice["index"], ["", "", [], None])
-        delta, logprobs = choice.get("delta", choice), choice.get("logprobs") or {}
-        whole[0] += delta.get("text") or delta.get("content") or ""
-        whole[1] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
-        whole[2] += logprobs.get("token_logprobs") or [token["logprob"] for token in logprobs.get("content") or ()]
-        whole[3] = choice["finish_reason"]
+        choices.setdefault(choice["index"], Choice()).take(choice)
     return choices, events[-1]["usage"]["completion_tokens"]
+
+
+@dataclass
+class Choice:
+    """One completion, put together of its chunks."""
+
+    text: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)  # names and arguments
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, chunk: Any) -> None:
+        delta, logprobs = chunk.get("delta", chunk), chunk.get("logprobs") or {}
+        self.text += delta.get("text") or delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            made = self.calls.setdefault(call["index"], ["", ""])
+            made[0] += call["function"].get("name") or ""
+            made[1] += call["function"].get("arguments") or ""
+        self.token_ids += chunk.get("token_ids") or []
+        if "content" in logprobs:
+            self.logprobs += logprobs["content"]
+        elif logprobs:
+            columns = (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
+            self.logprobs += zip(*columns, strict=True)
+        self.finish_reason = chunk["finish_reason"]
+
+
+def check_compared(answers: dict[int, Any]) -> None:
+    """Every kind of fact that is compared is in some answer; a field that is not sent would be equal to itself."""
+    choices = [choice for found, *_ in answers.values() if isinstance(found, dict) for choice in found.values()]
+    assert all(choice.token_ids for choice in choices), "no token ids"
+    assert any(name for choice in choices for name, _ in choice.calls.values()), "no names of tool calls"
+    assert any(choice.logprobs for choice in choices), "no log-probabilities"
+    responses = [found for found, *_ in answers.values() if isinstance(found, list)]
+    assert all(logprobs for texts in responses for _, logprobs in texts), "no log-probabilities of Responses"
 
 
 async def kill(server: Server, clients: Clients, pauses: list[float], args: argparse.Namespace) -> None:
@@ -195,6 +233,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         errors += clients.errors
         most_deaths = max(most_deaths, clients.most_deaths)
         num_differ += sum(clients.answers.get(index) != answer for index, answer in calm.answers.items())
+    check_compared(calm.answers)
     return {
         "requests": num_requests,
         "kills": len(pauses),

@@ -5,7 +5,7 @@
 
 In each mode streams and short requests run alone first, then beside the long prompts. A time to first token counts
 from when a request was due; HTTP is left out. `before` is the rule by tokens alone with today's default budget.
-Writes JSON and, where both `before` and `balanced` ran, a picture.
+Writes JSON and, where both `before` and `balanced` ran, a picture. With --points FILE, one mode can run at a time.
 """
 
 from __future__ import annotations
@@ -239,9 +239,12 @@ def main() -> None:
     parser.add_argument(
         "--out", default="long_prompts", help="name of the JSON file in benchmarks/results, without .json"
     )
+    parser.add_argument("--points", type=Path, help="keeps all that was measured: a mode may run apart from others")
     parser.add_argument("--picture", type=Path, help="where the SVG file goes; unset: beside the JSON")
     args = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
+    if args.points is not None and args.points.exists():
+        found = json.loads(args.points.read_text())
     where = environment("quire", "torch", *(["triton"] if args.shape else []))
     if args.shape:
         where["machine"]["device"] = device_name()
@@ -251,6 +254,8 @@ def main() -> None:
         show({mode: found[mode]})
         gc.collect()
         free_memory()
+        if args.points is not None:
+            args.points.write_text(json.dumps(found))
         path = write_results(args.out, where, {mode: without_points(result) for mode, result in found.items()})
     show(found)
     print(f"written to {path}")

@@ -88,6 +88,8 @@ def main() -> None:
         bench = Bench(args.model, **({} if part == "off" else settings))
         bench.adapters = list(adapters) if part == "adapters" else [None]
         print(f"{args.model}, {part}: ready in {bench.ready:.1f} s", flush=True)
+        # Adapters are read at their first use.
+        bench.run([bench.prompt(16) for _ in bench.adapters], [1] * len(bench.adapters))
         for batch in args.profile if part == "adapters" else ():
             show_decode(bench, batch, 24)
         results[part] = measure(bench, args.rows, args.batches)

@@ -69,7 +69,7 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), parts in product(cuts, [1, 2, 4]):
             yield Way("rows", block, lines, warps, 0, parts)
-    if rows == 1 or (rows <= 8 and kind == "int4"):
+    if (rows == 1 and kind == "mxfp4") or (rows <= 8 and kind == "int4"):
         for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
             yield Way("fragments", 0, pieces, warps, 0, 1)
     if rows <= 16:

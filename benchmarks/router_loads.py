@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import OrderedDict
+from typing import Literal
 
 from quire.engine.router import Router
 
@@ -32,9 +33,13 @@ class Cache:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.held = capacity, OrderedDict[int, None]()
 
+    def hit(self, names: list[int]) -> int:
+        """Blocks of a prompt's beginning that are held."""
+        return next((index for index, name in enumerate(names) if name not in self.held), len(names))
+
     def take(self, names: list[int]) -> int:
         """The hit of a prompt, in blocks; it is held afterwards."""
-        hit = next((index for index, name in enumerate(names) if name not in self.held), len(names))
+        hit = self.hit(names)
         for name in reversed(names):
             self.held[name] = None
             self.held.move_to_end(name)
@@ -43,10 +48,16 @@ class Cache:
         return hit
 
 
-def waits(prompts: list[list[int]], *, routed: bool) -> list[float]:
-    """Seconds that requests wait for replicas that compute 4,000 tokens a second, at 60 requests a second, sorted.
+Choice = Literal["router", "least loaded", "oracle"]
+CHOICES: tuple[Choice, ...] = ("router", "least loaded", "oracle")
 
-    Not `routed`: to the replica that is free first, which is known exactly.
+
+def waits(prompts: list[list[int]], choice: Choice) -> list[float]:
+    """Seconds until requests have their first token, of replicas that compute 4,000 tokens a second, at 60 requests a
+    second, sorted.
+
+    "least loaded": the replica that is free first, whatever it holds. "oracle": the one that is done first. Both know
+    times exactly, and the oracle what each cache really holds; the router knows what it has sent.
     """
     rng, router, caches = random.Random(1), Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(REPLICAS)]
     free, now, found = [0.0] * REPLICAS, 0.0, []
@@ -55,10 +66,14 @@ def waits(prompts: list[list[int]], *, routed: bool) -> list[float]:
         now += rng.expovariate(60.0)
         while ends and ends[0][0] <= now:
             router.finish(*heapq.heappop(ends)[1:])
-        names = router.names(prompt)
-        replica, work = router.choose(names, len(prompt)) if routed else (free.index(min(free)), 0)
-        found.append(max(0.0, free[replica] - now))
+        names, work = router.names(prompt), 0
+        if choice == "router":
+            replica, work = router.choose(names, len(prompt))
+        else:
+            left = [len(prompt) - BLOCK * (cache.hit(names) if choice == "oracle" else 0) for cache in caches]
+            replica = min(range(REPLICAS), key=lambda index: max(now, free[index]) + left[index] / 4000)
         free[replica] = max(now, free[replica]) + (len(prompt) - BLOCK * caches[replica].take(names) + 64) / 4000
-        if routed:
+        found.append(free[replica] - now)
+        if choice == "router":
             heapq.heappush(ends, (free[replica], replica, work))
     return sorted(found)

@@ -27,6 +27,7 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.loader.hub import resolve_model
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Limits
 from quire.server.launch import run_server
 from quire.structured.manager import GrammarManager
 from quire.types.masks import Masks
@@ -149,11 +150,13 @@ def build(config: EngineConfig, report: Any) -> tuple[EngineLoop, EngineInfo]:
     tokenizer = load_tokenizer(resolve_model(MODEL).path)
     layout = plan_layout([LayerKV("full", None, 4)], BLOCK_SIZE)
     scheduler = Scheduler(
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=512,
-        long_prefill_token_threshold=256,
+        Limits(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=512,
+            long_prefill_token_threshold=256,
+            max_model_len=MAX_MODEL_LEN,
+        ),
         policy="fcfs",
-        max_model_len=MAX_MODEL_LEN,
         kv=KVCacheManager(layout, NUM_BLOCKS, True),
     )
     core = EngineCore(scheduler, ScriptedExecutor(tokenizer), 1, Constraints(GrammarManager()))

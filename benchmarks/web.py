@@ -35,6 +35,7 @@ from quire.kv.layout import plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.metrics.stats import TokenEvent
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Limits
 from quire.server.access import WEB_FILES
 from quire.server.admin import Health
 from quire.server.console.feed import INTERVAL, ConsoleFeed, WatchedEngine
@@ -236,11 +237,13 @@ class NoEngine:
 def make_core(num_requests: int) -> EngineCore:
     kv = KVCacheManager(plan_layout([LayerKV("full", None, 4)] * 2, 16), 65536, True)
     scheduler = Scheduler(
-        max_num_seqs=num_requests,
-        max_num_batched_tokens=1 << 20,
-        long_prefill_token_threshold=1 << 20,
+        Limits(
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=1 << 20,
+            long_prefill_token_threshold=1 << 20,
+            max_model_len=1 << 16,
+        ),
         policy="fcfs",
-        max_model_len=1 << 16,
         kv=kv,
     )
     core = EngineCore(scheduler, Stub(), 1)

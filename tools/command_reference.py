@@ -46,5 +46,5 @@ def _name(action: argparse.Action) -> str:
 
 
 def _text(action: argparse.Action) -> str:
-    text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+    text = ((action.help or "") % vars(action)).replace("|", "\\|")
     return f"{text[:1].upper()}{text[1:]}"

@@ -20,7 +20,8 @@ _USES = {"generates": "text", "pools": "embeddings and scores", "takes_media": "
 def reference_markdown() -> str:
     in_gguf: dict[str, list[str]] = {}
     for name, found in GGUF.items():
-        in_gguf.setdefault(found.hf_architecture, []).append(f"`{name}`")
+        for architecture in (found.hf_architecture, *found.others):
+            in_gguf.setdefault(architecture, []).append(f"`{name}`")
     lines = ["| architecture | what it is | used for | in GGUF files |", "|---|---|---|---|"]
     for name in sorted(ARCHITECTURES):
         model = ARCHITECTURES.get(name)
