@@ -79,12 +79,22 @@ class RequestContext:
         state["owner"] = ""
         header = (REQUEST_ID_HEADER.encode(), request_id.encode())
         status = STATUS_CLIENT_GONE
+        told = False
+
+        def tell() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                gone = state.get("client_gone", False)
+                self._tell(scope, STATUS_CLIENT_GONE if gone else status, time.monotonic() - begin)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], header]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                tell()  # before the client has all of its answer: what it asks next counts this request
             await send(message)
 
         try:
@@ -93,8 +103,7 @@ class RequestContext:
             status = 500  # the answer is sent further out, where the error is logged
             raise
         finally:
-            gone = state.get("client_gone", False)
-            self._tell(scope, STATUS_CLIENT_GONE if gone else status, time.monotonic() - begin)
+            tell()
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         method, path, request_id = scope["method"], scope["path"], request_id_of(scope)

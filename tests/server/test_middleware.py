@@ -9,8 +9,10 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message, Receive, Scope, Send
 
-from quire.server.middleware import is_request_id
+from quire.metrics.stats import HttpEnd, Observer
+from quire.server.middleware import RequestContext, is_request_id
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import http, live_server, make_app, serving
 
@@ -98,6 +100,29 @@ async def test_an_unfit_request_id_is_replaced() -> None:
         for given_id in ("a b", "x" * 129, ""):
             response = await session.get("/version", headers={"x-request-id": given_id})
             assert response.headers["x-request-id"] != given_id
+
+
+async def test_a_request_is_counted_before_its_client_has_the_whole_answer() -> None:
+    seen: list[str] = []
+
+    class Counting(Observer):
+        def on_http_end(self, event: HttpEnd) -> None:
+            seen.append(f"counted {event.status}")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await send({"type": "http.response.body", "body": b"b"})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        seen.append(message.get("body", b"start").decode())
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await RequestContext(answer, Counting())(scope, receive, send)
+    assert seen == ["start", "a", "counted 201", "b"]
 
 
 async def test_the_access_log_holds_no_content(caplog: pytest.LogCaptureFixture) -> None:
