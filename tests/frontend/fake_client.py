@@ -72,7 +72,7 @@ def echo(request: EngineRequest) -> Sequence[int]:
 class FakeClient(EngineClient):
     """Each step every request says the next `chunk` tokens of its answer, then end-of-sequence.
 
-    A request that comes with outputs goes on after them.
+    With `one_by_one` only the first request that is not finished takes part in a step. A request that comes with outputs goes on after them.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class FakeClient(EngineClient):
         answer: Answer | str = echo,
         *,
         chunk: int = 1,
+        one_by_one: bool = False,
         dies_at_step: int | None = None,
         errors: dict[str, str] | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class FakeClient(EngineClient):
         self.vocabulary: Vocabulary | None = None
         self._answer: Answer = (lambda request: list(answer.encode())) if isinstance(answer, str) else answer
         self._chunk = chunk
+        self._one_by_one = one_by_one
         self._dies_at_step = dies_at_step
         self._errors = errors or {}
         self._running: dict[str, Running] = {}
@@ -123,7 +125,8 @@ class FakeClient(EngineClient):
             self.died.set()
             raise EngineDeadError("the fake engine died as it was told to")
         self.num_steps += 1
-        return EngineOutputs(said + [self._step(running) for running in list(self._running.values())])
+        chosen = list(self._running.values())[: 1 if self._one_by_one else None]
+        return EngineOutputs(said + [self._step(running) for running in chosen])
 
     async def get_outputs_async(self) -> EngineOutputs:
         await asyncio.sleep(0)

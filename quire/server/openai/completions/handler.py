@@ -28,7 +28,7 @@ from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
-from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from quire.types.request import FinishReason
 from quire.types.sampling import SamplingParams
 
@@ -134,8 +134,9 @@ def _params(
         params = msgspec.structs.replace(params, n=body.best_of)
     if wanted is not None:
         params = msgspec.structs.replace(params, structured_outputs=wanted.constraint)
-    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-        return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    shows_logprobs = body.logprobs is not None or bool(body.logprob_token_ids)
+    if body.echo and shows_logprobs and params.prompt_logprobs is None:
+        return msgspec.structs.replace(params, prompt_logprobs=body.logprobs or 0)
     return params
 
 
@@ -163,6 +164,7 @@ class CompletionAnswer:
         self._no_tokens = body.max_tokens == 0
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
+        self._prompt_logprobs: dict[int, Sequence[LogprobsAtPosition | None]] = {}  # by prompt, to be echoed
         self._shown = Shown(context, body, with_logprobs=body.logprobs is not None or bool(body.logprob_token_ids))
 
     async def body(self) -> bytes:
@@ -193,6 +195,7 @@ class CompletionAnswer:
                     if output.prompt_logprobs is None:
                         continue
                     needs_prompt.discard(index)
+                    self._prompt_logprobs[index] = output.prompt_logprobs
                     output = merge_deltas(waiting.pop(index))
                 chunks = self._chunks(index, output)
                 if chunks:
@@ -239,8 +242,11 @@ class CompletionAnswer:
     ) -> CompletionLogprobs:
         echoed = CompletionLogprobs([], [], [], [])
         offset = self._offsets[index]
-        if first and self._echo and output.prompt_logprobs is not None:
-            echoed, offset = formatter.completion(output.prompt_token_ids, output.prompt_logprobs, offset)
+        if first and self._echo:
+            # Only one output of a stream has them, and choices may begin after it.
+            found = self._prompt_logprobs.get(index // self._n, output.prompt_logprobs)
+            if found is not None:
+                echoed, offset = formatter.completion(output.prompt_token_ids, found, offset)
         if self._no_tokens:
             return echoed
         new, offset = formatter.completion(completion.token_ids, completion.logprobs or (), offset)

@@ -105,6 +105,24 @@ async def test_echo_and_one_token_with_logprobs() -> None:
     }
 
 
+async def test_every_choice_of_a_stream_echoes_logprobs() -> None:
+    client = FakeClient("!", one_by_one=True)  # the second choice begins after the prompt's log-probabilities came
+    chunks = await complete(client, echo=True, logprobs=0, n=2, stream=True)
+    for index in range(2):
+        parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["index"] == index and c["logprobs"]]
+        assert [token for part in parts for token in part["tokens"]] == ["S", "a", "y", "!", "</s>"]
+        assert [offset for part in parts for offset in part["text_offset"]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_that_token_ids_imply_are_echoed(stream: bool) -> None:
+    answer = await complete(FakeClient("!"), echo=True, max_tokens=1, logprob_token_ids=[97], stream=stream)
+    choice = answer[0]["choices"][0] if stream else answer["choices"][0]
+    assert choice["text"] == "Say!"
+    assert choice["logprobs"]["tokens"] == ["S", "a", "y", "!"]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"a": -2.0}, {"y": -2.0}, {"!": -2.0, "a": -97.0}]
+
+
 async def test_no_tokens_without_echo() -> None:
     choice = (await complete(FakeClient("!"), max_tokens=0))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
@@ -208,11 +226,12 @@ prompts = st.one_of(
     max_tokens=st.integers(0, 6),
     stop=st.lists(st.text("abc", min_size=1, max_size=2), max_size=2),
     chunk=st.integers(1, 4),
+    one_by_one=st.booleans(),
 )
-async def test_a_stream_says_what_a_body_says(prompt: Any, chunk: int, **body: Any) -> None:
+async def test_a_stream_says_what_a_body_says(prompt: Any, chunk: int, one_by_one: bool, **body: Any) -> None:
     body |= {"prompt": prompt, "return_token_ids": True}
     whole = await complete(FakeClient(chunk=chunk), **body)
-    chunks = await complete(FakeClient(chunk=chunk), **body, stream=True, stream_options={"include_usage": True})
+    chunks = await complete(FakeClient(chunk=chunk, one_by_one=one_by_one), **body, stream=True, stream_options={"include_usage": True})
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         parts = [c for part in chunks for c in part["choices"] if c["index"] == choice["index"]]
