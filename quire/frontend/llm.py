@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -65,7 +66,7 @@ _STEPS_AHEAD = 4  # whose tokens wait in the engine before it runs beside the pr
 
 
 class LLM(Controls):
-    """A model and its engine, in this process unless told otherwise. Not for use from several threads at once.
+    """A model and its engine, in this process unless told otherwise. Calls from several threads take turns.
 
     A bad request in a batch fails alone: the others run, then BatchError is raised with their results.
     """
@@ -118,6 +119,7 @@ class LLM(Controls):
         )
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
+        self._turn = threading.RLock()  # held while requests are submitted, stepped and ended
         self._ids = map(str, itertools.count())
         self._vocabulary_is_known = False
         self._alive = True
@@ -349,8 +351,9 @@ class LLM(Controls):
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory; streams that are open end with EngineDeadError."""
-        self._end_all("the engine was shut down")
-        self._client.shutdown()
+        with self._turn:
+            self._end_all("the engine was shut down")
+            self._client.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -392,40 +395,42 @@ class LLM(Controls):
                 batch.end(request_id, self._mailboxes.pop(request_id).take)
             progress.advance(len(done), num_tokens)
 
-        try:
-            with spared_heap(), make_progress(count, use_tqdm) as progress:
-                for index in range(count):
-                    try:
-                        request = prepare(index)
-                        self._submit(request)
-                        batch.add(index, request)
-                    except RequestError as error:
-                        batch.fail(index, error)
-                        progress.advance(1, 0)
-                    while 0 < most_ahead <= batch.num_tokens:
-                        take_step(progress)
-                with interrupt_afterwards() as raise_interrupt:
-                    while batch.waiting:
-                        take_step(progress)
-                        raise_interrupt()
-        finally:
-            self._abort(list(batch.waiting))
+        with self._turn:
+            try:
+                with spared_heap(), make_progress(count, use_tqdm) as progress:
+                    for index in range(count):
+                        try:
+                            request = prepare(index)
+                            self._submit(request)
+                            batch.add(index, request)
+                        except RequestError as error:
+                            batch.fail(index, error)
+                            progress.advance(1, 0)
+                        while 0 < most_ahead <= batch.num_tokens:
+                            take_step(progress)
+                    with interrupt_afterwards() as raise_interrupt:
+                        while batch.waiting:
+                            take_step(progress)
+                            raise_interrupt()
+            finally:
+                self._abort(list(batch.waiting))
         return batch.results()
 
     def _stream(self, request: PreparedRequest) -> Generator[RequestOutput, None, None]:
-        request_id = self._submit(request)
-        mailbox = self._mailboxes[request_id]
+        with self._turn:
+            request_id = self._submit(request)
+            mailbox = self._mailboxes[request_id]
         try:
             finished = False
             while not finished:
-                output = mailbox.take()
-                if output is None:
-                    self._pump()
-                    continue
+                with self._turn:
+                    while (output := mailbox.take()) is None:
+                        self._pump()
                 finished = output.finished
                 yield output
         finally:
-            self._abort([request_id])
+            with self._turn:
+                self._abort([request_id])
 
     def _submit(self, request: PreparedRequest) -> str:
         self.check_awake()

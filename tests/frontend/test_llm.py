@@ -4,7 +4,9 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -238,6 +240,46 @@ def test_streams_and_batches_may_overlap() -> None:
     assert texts(llm.generate(["batch of", "some length"])) == ["batch of", "some length"]
     assert heard[0] + "".join(texts(list(first))) == "first one"
     assert heard[1] + "".join(texts(list(second))) == "second"
+    assert_idle(llm, fake)
+
+
+class BusyClient(FakeClient):
+    """Starts a thread in its first step, and gives it the time in which it would begin a step of its own."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        super().__init__()
+        self.thread = threading.Thread(target=other)
+        self.steps: list[threading.Thread] = []
+        self.overlapped = False
+        self._in_step = False
+
+    def get_outputs(self) -> EngineOutputs:
+        self.overlapped |= self._in_step
+        self._in_step = True
+        self.steps.append(threading.current_thread())
+        if len(self.steps) == 1:
+            self.thread.start()
+            self.thread.join(0.2)
+        outputs = super().get_outputs()
+        self._in_step = False
+        return outputs
+
+
+@pytest.mark.parametrize("first", ["batch", "stream"])
+@pytest.mark.parametrize("second", ["batch", "stream"])
+def test_threads_take_turns(first: str, second: str) -> None:
+    def ask(kind: str, text: str) -> str:
+        if kind == "batch":
+            return "".join(texts(llm.generate(text)))
+        return "".join(output.outputs[0].text for output in llm.stream(text))
+
+    answers: list[str] = []
+    fake = BusyClient(lambda: answers.append(ask(second, "there")))
+    llm = LLM.from_client(fake, text_model())
+    assert ask(first, "Hello") == "Hello"
+    fake.thread.join(10)
+    assert answers == ["there"]
+    assert not fake.overlapped
     assert_idle(llm, fake)
 
 
