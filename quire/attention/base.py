@@ -36,7 +36,7 @@ class AttentionSpec:
     causal: bool = True  # False: a query sees its whole prompt, which is computed in one step
     value_dim: int | None = None  # latent: a value is the first dimensions of its key; None: it is kept apart
     index_dim: int = 0  # latent: of the key of a sparse indexer, which is kept after the latent
-    top_k: int | None = None  # keys that a query attends to, as the indexer chooses; None: all
+    top_k: int | None = None  # keys that a query attends to, as its or an earlier indexer chooses; None: all
     chunked: bool = False  # a query sees the tokens of its own chunk of `sliding_window` tokens, up to itself
 
     @property
@@ -138,6 +138,9 @@ class Written(NamedTuple):
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque
     """Whatever a backend prepares once per step and group and reads in every layer."""
+
+    # Which keys each token attends to, left by the last layer with a sparse indexer; two parts have a row for each.
+    choice: tuple[Tensor, ...] | None = None
 
 
 class LayerCache(NamedTuple):

@@ -69,7 +69,10 @@ class LatentBackend(AttentionBackend):
 
     @abstractmethod
     def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
-        """[n, heads * value_dim], of what `write_latent` returned; padding is undefined."""
+        """[n, heads * value_dim], of what `write_latent` returned; padding is undefined.
+
+        A layer with an indexer leaves its choice of keys in the metadata; one that shares a choice reads it there.
+        """
 
     def write(
         self, at: LayerCache, qkv: Tensor | PartialSums, head_norm: HeadNorm | None, rotation: Rotation

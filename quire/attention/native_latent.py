@@ -121,13 +121,15 @@ class NativeSparseAttention(NativeLatentAttention):
         spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
         assert spec.top_k is not None
-        assert written.of_index is not None
         batch = metadata.batch
         if batch.max_context <= spec.top_k:
             return super().attend_latent(at, weights, written)
-        lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
-        found = select_rows(*written.of_index, _keys(spec, cache), *lists, spec.top_k)
-        rows = tuple(part.data_ptr() for part in (found.slots, found.lines, found.counts, found.firsts))
+        if written.of_index is not None:
+            lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
+            metadata.choice = select_rows(*written.of_index, _keys(spec, cache), *lists, spec.top_k)
+        assert metadata.choice is not None, "a layer before has an indexer"
+        slots, counts, lines, firsts = metadata.choice
+        rows = tuple(part.data_ptr() for part in (slots, lines, counts, firsts))
         out = self._attended(spec, written.query, cache, rows, written.query.shape[0], spec.top_k, 1)
         return per_head(out, weights.value_up).flatten(1)
 

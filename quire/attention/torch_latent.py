@@ -45,17 +45,27 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         query = written.query
         scaled, out = query * spec.scale, query.new_zeros(query.shape[0], spec.num_heads * spec.value_dim)
         min_rows = self.find_min_rows(spec.head_dim, spec.value_dim, query.dtype)
-        for unit in plan_units(metadata, spec, query.element_size()):
+        units = plan_units(metadata, spec, query.element_size())
+        if written.of_index is not None:  # of each token the keys that it does not attend to, by their positions
+            shape = (query.shape[0], max(unit.mask.shape[-1] for unit in units))
+            metadata.choice = (torch.ones(shape, dtype=torch.bool, device=query.device),)
+        for unit in units:
             lines = cache.index_select(0, unit.block_ids).view(unit.num_rows, -1, cache.shape[-1])
             keys, values = lines[..., : spec.head_dim], lines[..., : spec.value_dim].contiguous()
-            mask = unit.mask if written.of_index is None else self._chosen(spec, written.of_index, lines, unit)
+            mask = unit.mask
+            if spec.top_k is not None and metadata.choice is not None:
+                hidden = metadata.choice[0][:, : mask.shape[-1]]
+                if written.of_index is not None:
+                    found = self._not_chosen(spec, written.of_index, lines[..., spec.head_dim :], unit)
+                    hidden[unit.tokens] = found.flatten(0, 2)
+                mask = hidden[unit.tokens].view(mask.shape)
             out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, mask, min_rows))
         return per_head(out.view(-1, spec.num_heads, spec.value_dim), weights.value_up).flatten(1)
 
-    def _chosen(self, spec: AttentionSpec, index: tuple[Tensor, Tensor], lines: Tensor, unit: Unit) -> Tensor:
+    def _not_chosen(self, spec: AttentionSpec, index: tuple[Tensor, Tensor], keys: Tensor, unit: Unit) -> Tensor:
         """The unit's mask, with the keys that the indexer does not choose."""
         assert spec.top_k is not None
-        if lines.shape[1] <= spec.top_k:
+        if keys.shape[1] <= spec.top_k:
             return unit.mask
         query, weights = (part.index_select(0, unit.tokens) for part in index)
         heads, dim = query.shape[1:]
@@ -63,7 +73,7 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         flat = query.view(unit.num_rows, unit.num_queries * heads, dim)
         min_rows = self.find_min_rows(dim, dim, query.dtype)
         padded = torch.nn.functional.pad(flat, (0, 0, 0, max(0, min_rows - flat.shape[1])))
-        products = torch.bmm(padded, lines[..., spec.head_dim :].transpose(1, 2))[:, : flat.shape[1]]
+        products = torch.bmm(padded, keys.transpose(1, 2))[:, : flat.shape[1]]
         scores = index_scores(products.view(*shape, heads, -1), weights.view(*shape, heads))
         return ~top_keys(scores, unit.mask[:, :, 0], spec.top_k)[:, :, None]
 

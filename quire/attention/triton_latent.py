@@ -12,7 +12,7 @@ from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
 from quire.attention.triton_fixed import FixedTritonAttention, segment_size
-from quire.kernels.triton.index import MOST_SCORES, prepare_index, select_rows
+from quire.kernels.triton.index import MOST_SCORES, SelectedKeys, prepare_index, select_rows
 from quire.kernels.triton.latent import FIXED_TOKENS, folded_up, folds, per_head, prepare_latent, tokens_at_once
 from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE
@@ -192,14 +192,15 @@ class TritonSparseAttention(TritonLatentAttention):
         assert isinstance(metadata, TritonMetadata)
         assert spec.value_dim is not None
         assert spec.top_k is not None
-        assert written.of_index is not None
         batch, query = metadata.batch, written.query
         if batch.max_context <= spec.top_k:
             return super().attend_latent(at, weights, written)
-        lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
-        keys = cache[..., spec.head_dim :]
-        found = select_rows(*written.of_index, keys, *lists, spec.top_k, batch.max_context)
-        count = query.shape[0]
+        if written.of_index is not None:
+            lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)
+            keys = cache[..., spec.head_dim :]
+            metadata.choice = select_rows(*written.of_index, keys, *lists, spec.top_k, batch.max_context)
+        assert metadata.choice is not None, "a layer before has an indexer"
+        found, count = SelectedKeys(*metadata.choice), query.shape[0]
         out = torch.empty(count, spec.num_heads, spec.value_dim, dtype=query.dtype, device=query.device)
         rows = (found.slots, found.lines, found.counts, found.firsts, found.firsts[:count], found.zeros)
         cut = self.sparse_cut(spec, metadata, count)

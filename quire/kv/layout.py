@@ -2,12 +2,13 @@
 
 Layers that keep the same form and size share a pool of blocks, whatever their kinds: no group is padded to the size
 of another. In a pool, the layers of one kind are cut into groups of `num_slots` layers: physical memory is
-`num_slots` cache tensors, and layer k of a group uses tensor k at the block ids its group owns.
+`num_slots` cache tensors, and layer k of a group uses tensor k at the block ids its group owns. All latents are one
+group, though some have an index key beside them and wider tensors: layers share the slots that an indexer chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from quire.kv.kinds import KINDS, STATES_OF_A_ROW, GroupKind
@@ -33,14 +34,13 @@ class KVGroup:
 class KVPool:
     """Blocks of one size, each a part of every cache tensor of the pool."""
 
-    num_slots: int  # cache tensors
-    block_bytes: int  # of one block in one cache tensor: the stride between blocks
+    slots: tuple[int, ...]  # of each cache tensor the bytes of one block: the stride between blocks
     per_row: bool = False  # whether a block holds a state and not tokens
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one block over all slots."""
-        return self.num_slots * self.block_bytes
+        return sum(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,14 @@ class KVLayout:
             replace(group, layers=tuple(place[layer] for layer in group.layers if layer in place))
             for group in self.groups
         )
-        sizes = [max(1, *(len(g.layers) for g in groups if g.pool == index)) for index in range(len(self.pools))]
-        pools = tuple(replace(pool, num_slots=size) for pool, size in zip(self.pools, sizes, strict=True))
+        pools = tuple(replace(pool, slots=self._slots_of(index, place)) for index, pool in enumerate(self.pools))
         return KVLayout(groups, self.block_size, pools)
+
+    def _slots_of(self, pool: int, members: Collection[int]) -> tuple[int, ...]:
+        """Those of its group that has most of these layers, at least one; several groups have slots of one size."""
+        slots = self.pools[pool].slots
+        held = [[slots[k] for k, n in enumerate(group.layers) if n in members] for group in self.groups_of(pool)]
+        return tuple(max(held, key=len)) or slots[:1]
 
     def groups_of(self, pool: int) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if group.pool == pool)
@@ -142,19 +147,23 @@ def plan_layout(layers: Sequence[LayerKV], block_size: int) -> KVLayout:
         size = layer.block_bytes(block_size)
         if size < 1:
             raise ConfigError(f"layer {index} is {layer.kind} and declares neither bytes per token nor per row")
-        kinds = pools.setdefault((layer.bytes_per_row > 0, layer.form, size), {})
+        form = layer.form
+        if form is not None and form.value_dim is not None:  # one kind, so one group: its slots may differ in size
+            form, size = replace(form, index_dim=0), 0
+        kinds = pools.setdefault((layer.bytes_per_row > 0, form, size), {})
         kinds.setdefault((layer.kind, layer.window), []).append(index)
     groups: list[KVGroup] = []
     sizes: list[KVPool] = []
     # Full groups first: their hit is the cheapest to find and bounds the hits of the others. States last: where their
     # hit is shorter than that of the others, that is worth a checkpoint.
-    for (per_row, _, size), kinds in sorted(pools.items(), key=lambda pool: (pool[0][0], min(map(_order, pool[1])))):
-        num_slots = min(len(members) for members in kinds.values())
+    for (per_row, *_), kinds in sorted(pools.items(), key=lambda pool: (pool[0][0], min(map(_order, pool[1])))):
+        first = min(kinds.values(), key=len)
+        num_slots = len(first)
         for (kind, window), members in sorted(kinds.items(), key=lambda item: _order(item[0])):
             for start in range(0, len(members), num_slots):
                 cut = tuple(members[start : start + num_slots])
                 groups.append(KVGroup(len(groups), kind, window, cut, len(sizes)))
-        sizes.append(KVPool(num_slots, size, per_row))
+        sizes.append(KVPool(tuple(layers[index].block_bytes(block_size) for index in first), per_row))
     return KVLayout(tuple(groups), block_size, tuple(sizes))
 
 

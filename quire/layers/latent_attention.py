@@ -186,7 +186,11 @@ class LatentAttention(AttentionLayer):
                 self._gather_rows(part, wanted.tokens) for part in (written.query, *(written.of_index or ()))
             )
             written = Written(query, of_index=(of_index[0], of_index[1]) if of_index else None)
+            choice = at.metadata.choice
             at = at._replace(metadata=wanted.attention[self.group])
+            if choice is not None:
+                rows = (self._gather_rows(part, wanted.tokens) for part in choice[:2])
+                at.metadata.choice = (*rows, *choice[2:])
             if batch.adapters is not None:
                 batch.adapters.narrow(wanted.tokens)
         return backend.attend_latent(at, weights, written)

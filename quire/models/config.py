@@ -61,6 +61,7 @@ class IndexConfig:
     head_dim: int
     top_k: int
     interleaved_rope: bool = False
+    shared: frozenset[int] = frozenset()  # layers without one, which take the choice of the layer before them
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,15 @@ class DeepseekV32(DeepseekV3):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
-        if (types := _indexer_types(read)).count("full") < len(types):
+        types = _indexer_types(read)
+        if len(types) != read["num_hidden_layers"] or types[:1] == ["shared"] or set(types) - {"full", "shared"}:
             raise ModelError(
-                "layers share the choice of keys of another one (indexer_types, index_topk_pattern or index_topk_freq"
-                " in the model config), which is not supported; use a model whose layers all choose"
+                f"the indexers of the {read['num_hidden_layers']} layers are {types} (indexer_types or"
+                " index_topk_pattern in the model config); name 'full' or 'shared' for each, the first one 'full'"
             )
-        index = IndexConfig(read["index_n_heads"], read["index_head_dim"], read["index_topk"], cls.interleaved_index)
+        shared = frozenset(layer for layer, kind in enumerate(types) if kind == "shared")
+        sizes = (read["index_n_heads"], read["index_head_dim"], read["index_topk"])
+        index = IndexConfig(*sizes, cls.interleaved_index, shared)
         return read_latent(config, index=index, interleaved_rope=True, **cls.experts(config))
 
 
@@ -91,7 +94,7 @@ def _indexer_types(read: ConfigReader) -> list[str]:
 
 
 class GlmMoeDsa(DeepseekV32):
-    """GLM-5: DeepSeek-V3.2 whose index is rotated in pairs side by side."""
+    """GLM-5: DeepSeek-V3.2 whose index is rotated in pairs side by side; layers may share one indexer's choice."""
 
     interleaved_index = True
 

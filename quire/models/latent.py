@@ -31,7 +31,7 @@ from quire.models.kinds import Mixer
 from quire.ops.recurrent import GATE
 from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
-from quire.types.errors import ModelError
+from quire.types.errors import ConfigError, ModelError
 
 
 class LatentBlock(Mixer):
@@ -52,15 +52,18 @@ class LatentBlock(Mixer):
             query = Piece("q_a_proj", latent.q_rank, 0, latent.q_rank)
         turned = {0: rotated_head} if latent.q_rank is None else {}
         pieces = [query, Piece("kv_a_proj_with_mqa", latent.width, 0, latent.width)]
-        index, index_queries = latent.index, []
+        sparse, index, index_queries = latent.index, _indexer(config, layer), []
+        if sparse is not None and layer in sparse.shared and ctx.pipeline.layers and layer == ctx.pipeline.layers[0]:
+            raise ConfigError(
+                f"a stage of the pipeline begins with layer {layer}, which attends to the keys that a layer before it"
+                " chooses; use --tensor-parallel-size instead, or another --pipeline-parallel-size"
+            )
         key_turned: dict[int, tuple[int, int, int]] = {}
         query_turned: dict[int, tuple[int, int, int]] = {}
         if index is not None:  # every rank has the whole indexer
             width = index.num_heads * index.head_dim
-            pieces += [
-                whole_piece("indexer.wk", index.head_dim),
-                whole_piece("indexer.weights_proj", index.num_heads),
-            ]
+            parts = {"indexer.wk": index.head_dim, "indexer.weights_proj": index.num_heads}
+            pieces += [whole_piece(*part) for part in parts.items()]
             index_queries = [whole_piece("indexer.wq_b", width)]
             if index.interleaved_rope:
                 key_turned, query_turned = {2: (1, 0, latent.rope_dim)}, {1: (index.num_heads, 0, latent.rope_dim)}
@@ -97,7 +100,7 @@ class LatentBlock(Mixer):
             scale=config.attention_scale,
             value_dim=kv_rank,
             index_dim=0 if index is None else index.head_dim,
-            top_k=None if index is None else index.top_k,
+            top_k=None if sparse is None else sparse.top_k,
         )
         self.attention = LatentAttention(spec, layer, ctx.target)
         self._widths, self._gated, self._value_dim = [piece.size for piece in pieces], latent.gated, latent.value_dim
@@ -106,8 +109,8 @@ class LatentBlock(Mixer):
 
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
-        latent = _latent(config)
-        return keeps_latent(latent.width, latent.kv_rank, 0 if latent.index is None else latent.index.head_dim)
+        latent, index = _latent(config), _indexer(config, layer)
+        return keeps_latent(latent.width, latent.kv_rank, 0 if index is None else index.head_dim)
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         q, latent, *of_index = whole(self.a_proj(hidden)).split(self._widths, dim=-1)
@@ -149,6 +152,12 @@ def whole_piece(name: str, size: int) -> Piece:
 def _latent(config: DecoderConfig) -> LatentConfig:
     assert config.latent is not None, "latent attention needs its sizes"
     return config.latent
+
+
+def _indexer(config: DecoderConfig, layer: int) -> IndexConfig | None:
+    """The layer's own."""
+    index = _latent(config).index
+    return None if index is None or layer in index.shared else index
 
 
 def read_latent(

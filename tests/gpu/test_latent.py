@@ -30,7 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v32": INDEX,
     "glm4_moe_lite": {},
-    "glm_moe_dsa": {**INDEX, "indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "glm_moe_dsa": {
+        **INDEX,
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "minicpm3": {},
     "kimi_linear": KIMI,
 }

@@ -13,14 +13,14 @@ from tests.fakes import FIRST_READ
 def test_uniform_model_is_one_group_of_all_layers() -> None:
     layout = plan_layout([LayerKV("full", None, 64)] * 30, 16)
     assert [group.layers for group in layout.groups] == [tuple(range(30))]
-    assert layout.pools == (KVPool(30, 16 * 64),)
+    assert layout.pools == (KVPool((16 * 64,) * 30),)
     assert layout.page_bytes == 30 * 16 * 64
 
 
 def test_mixed_model_is_cut_into_groups_of_the_rarer_kind() -> None:
     layers = [LayerKV("full" if i % 6 == 5 else "sliding", None if i % 6 == 5 else 512, 64) for i in range(26)]
     layout = plan_layout(layers, 16)
-    assert [pool.num_slots for pool in layout.pools] == [4]
+    assert [len(pool.slots) for pool in layout.pools] == [4]
     assert [(group.kind, len(group.layers)) for group in layout.groups] == [
         ("full", 4),
         *[("sliding", 4)] * 5,
@@ -35,7 +35,7 @@ def test_layers_of_different_sizes_or_forms_have_pools_of_their_own() -> None:
     small = LayerKV("sliding", 8, 16)
     state = LayerKV("state", bytes_per_row=1000)
     layout = plan_layout([state, small, wide, tall, small, small, wide, state], 4)
-    assert layout.pools == (KVPool(2, 256), KVPool(1, 256), KVPool(3, 64), KVPool(2, 1000, per_row=True))
+    assert layout.pools == (KVPool((256,) * 2), KVPool((256,)), KVPool((64,) * 3), KVPool((1000,) * 2, per_row=True))
     assert [(group.kind, group.layers, group.pool) for group in layout.groups] == [
         ("full", (2, 6), 0),
         ("full", (3,), 1),
@@ -43,6 +43,14 @@ def test_layers_of_different_sizes_or_forms_have_pools_of_their_own() -> None:
         ("state", (0, 7), 3),
     ]
     assert layout.page_bytes == 512 + 256 + 192 + 2000
+
+
+def test_latents_with_and_without_index_keys_are_one_group() -> None:
+    full, shared = (LayerKV("latent", None, 64 + dim, form=KVForm(1, 64, 32, dim)) for dim in (16, 0))
+    layout = plan_layout([full, shared, shared, full], 4)
+    assert [group.layers for group in layout.groups] == [(0, 1, 2, 3)]
+    assert layout.pools == (KVPool((320, 256, 256, 320)),)
+    assert layout.part([1, 2, 3]).pools == (KVPool((256, 256, 320)),)
 
 
 @given(

@@ -72,6 +72,14 @@ EXPERT_MODELS: dict[str, TinyModel] = {
             **{"indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         },
     ),
+    "glm-dsa-shared": TinyModel(
+        "glm-dsa",
+        "glm_moe_dsa",
+        {
+            **{**_ROUTED, **_LATENT, **_INDEX},
+            **{"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        },
+    ),
     "phimoe": TinyModel("phimoe", "phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
     "ernie4_5-moe": TinyModel(
         "ernie4_5-moe",
@@ -138,13 +146,8 @@ def make_model(name: str) -> PreTrainedModel:
     return model
 
 
-def write_expert_gguf(
-    name: str, path: Path, quant: str | None = None, leaves_out: str | None = None
-) -> PreTrainedModel:
-    """Write a model of EXPERT_MODELS; `quant` is applied to matrices but routers. Returns the HF model.
-
-    leaves_out: how the names of tensors begin that are not written.
-    """
+def write_expert_gguf(name: str, path: Path, quant: str | None = None) -> PreTrainedModel:
+    """Write a model of EXPERT_MODELS; `quant` is applied to matrices but routers. Returns the HF model."""
     spec, model = EXPERT_MODELS[name], make_model(name)
     config = model.config
     writer = gguf.GGUFWriter(path, spec.arch)
@@ -159,8 +162,6 @@ def write_expert_gguf(
     _write_experts(writer, config, spec)
     gguf_tiny.write_tokenizer(writer)
     for gguf_name, tensor in _tensors(spec, model):
-        if leaves_out is not None and gguf_name.startswith(leaves_out):
-            continue
         plain = "ffn_gate_inp" in gguf_name or tensor.dim() < 2 or gguf_name.endswith("bias")
         _add(writer, gguf_name, tensor, None if plain else quant)
     writer.write_header_to_file()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from quire.attention.native_latent import NativeSparseAttention
 from quire.attention.torch_latent import TorchLatentAttention
 from quire.loader.dummy import fill_dummy
-from quire.models.base import CausalLM
-from quire.types.errors import ModelError
+from quire.models.base import BuildContext, CausalLM
+from quire.models.registry import model_class
+from quire.parallel.pipeline import Pipeline
+from quire.types.cache import KVForm
+from quire.types.errors import ConfigError, ModelError
+from tests.kernels.cpu.isa import needs_library
+from tests.kernels.triton.paged import needs_triton
 from tests.models.harness import build, run_chunks
 from tests.models.zoo import INDEX, LATENT, LENGTH, ROUTED_EXPERTS, SIZES
 
@@ -29,7 +36,7 @@ def make(top_k: int) -> CausalLM:
 def test_contexts_no_longer_than_top_k_have_the_dense_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(LENGTH)
     sparse = run_chunks(model, TOKENS, [5, 1, 13])
-    monkeypatch.setattr(TorchLatentAttention, "_chosen", lambda self, spec, index, lines, unit: unit.mask)
+    monkeypatch.setattr(TorchLatentAttention, "_not_chosen", lambda self, spec, index, keys, unit: unit.mask)
     assert torch.equal(run_chunks(model, TOKENS, [5, 1, 13]), sparse)
 
 
@@ -41,15 +48,64 @@ def test_no_chunking_changes_a_bit() -> None:
         assert torch.equal(run_chunks(model, TOKENS, sizes), whole)
 
 
+GLM: dict[str, Any] = {**SIZES, **ROUTED_EXPERTS, **LATENT, **INDEX, "num_hidden_layers": 2}
+GLM |= {"architectures": ["GlmMoeDsaForCausalLM"], "index_skip_topk_offset": 1, "index_topk": 9}
+
+
+def make_shared(**keys: Any) -> CausalLM:
+    model = build(GLM | keys, 64)
+    fill_dummy(model, amplitude=0.3)
+    return model
+
+
 @pytest.mark.parametrize(
     "keys", [{"index_topk_freq": 2}, {"index_topk_pattern": "FS"}, {"indexer_types": ["full", "shared"]}]
 )
-def test_layers_that_share_a_choice_are_refused(keys: dict[str, Any]) -> None:
-    """However the config says it, and whatever transformers makes of the keys."""
-    sizes: dict[str, Any] = {**SIZES, **ROUTED_EXPERTS, **LATENT, **INDEX, "num_hidden_layers": 2}
-    theirs = transformers.GlmMoeDsaConfig(**sizes, **keys, index_skip_topk_offset=1)
-    assert theirs.indexer_types == ["full", "shared"]
-    config = {**sizes, "architectures": ["GlmMoeDsaForCausalLM"], "index_skip_topk_offset": 1}
-    with pytest.raises(ModelError, match="layers share the choice of keys"):
-        build({**config, **keys}, 64)
-    build({**config, **{"index_topk_freq": 1}}, 64)
+def test_layers_share_a_choice_however_the_config_says_it(keys: dict[str, Any]) -> None:
+    named = {name: value for name, value in GLM.items() if name != "architectures"}
+    assert transformers.GlmMoeDsaConfig(**named, **keys).indexer_types == ["full", "shared"]
+    model = make_shared(**keys)
+    assert [layer.keeps.form for layer in model.cached_layers()] == [KVForm(1, 44, 32, 16), KVForm(1, 44, 32)]
+    assert not [name for name, _ in model.named_parameters() if "layers.1." in name and "indexer" in name]
+
+
+def test_a_shared_choice_is_that_of_the_layer_before_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_shared(index_topk_freq=2)
+    whole = run_chunks(model, TOKENS, [LENGTH])
+    for sizes in ([5, 1, 7, 13], [1]):
+        assert torch.equal(run_chunks(model, TOKENS, sizes), whole)
+    _, second = model.attention_layers()
+    monkeypatch.setattr(second, "spec", replace(second.spec, top_k=None))
+    assert not torch.equal(run_chunks(model, TOKENS, [LENGTH]), whole), "the shared choice must matter"
+
+
+@needs_library
+def test_native_kernels_share_the_choice_and_memory_without_index_keys() -> None:
+    model, backend = make_shared(index_topk_freq=2), NativeSparseAttention()
+    whole = run_chunks(model, TOKENS, [LENGTH], backend)
+    torch.testing.assert_close(whole, run_chunks(model, TOKENS, [LENGTH]), atol=1e-4, rtol=0)
+    assert torch.equal(run_chunks(model, TOKENS, [5, 1, 7, 13], backend), whole)
+    assert [layer.cache.shape[-1] for layer in model.cached_layers()] == [44 + 16, 44]
+
+
+@needs_triton
+@pytest.mark.parametrize("make_fixed", [False, True])
+def test_triton_kernels_share_the_choice(make_fixed: bool) -> None:
+    from quire.attention.triton_latent import FixedTritonSparseAttention, TritonSparseAttention
+
+    model, backend = make_shared(index_topk_freq=2), (TritonSparseAttention, FixedTritonSparseAttention)[make_fixed]()
+    found = run_chunks(model, TOKENS[:12], [11, 1], backend)
+    torch.testing.assert_close(found, run_chunks(model, TOKENS[:12], [12]), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("types", [["shared", "full"], ["full"], ["full", "half"]])
+def test_wrong_types_are_refused(types: list[str]) -> None:
+    with pytest.raises(ModelError, match="name 'full' or 'shared' for each, the first one 'full'"):
+        build({**GLM, "indexer_types": types}, 64)
+
+
+def test_no_stage_begins_with_a_shared_choice() -> None:
+    config = {**GLM, "indexer_types": ["full", "shared"]}
+    ctx = BuildContext(dtype=torch.float32, max_model_len=64, pipeline=Pipeline(1, 2, (1, 2)))
+    with pytest.raises(ConfigError, match="begins with layer 1, which attends to the keys"):
+        model_class(config).from_config(config, ctx)

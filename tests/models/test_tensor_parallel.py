@@ -136,6 +136,7 @@ CASES = [
         "deepseek-v2-lite": (2,),  # the latent is whole on each rank
         "deepseek-v3": (2,),
         "deepseek-v32": (2,),
+        "glm-moe-dsa-shared": (2,),
         "longcat-flash": (2,),
         "kimi-linear-published": (2,),
         "nemotron-h-latent-moe": (2,),

@@ -241,6 +241,11 @@ LATENTS = [
     Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
     Tiny("deepseek-v32", "DeepseekV32Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **INDEX}),
     Tiny("glm-moe-dsa", "GlmMoeDsaConfig", {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full"] * 4}),
+    Tiny(
+        "glm-moe-dsa-shared",  # two layers attend to the keys that the one before them chooses, the last among them
+        "GlmMoeDsaConfig",
+        {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     Tiny("longcat-flash", "LongcatFlashConfig", LONGCAT),
     Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
 ]

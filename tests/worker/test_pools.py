@@ -172,5 +172,5 @@ def test_states_and_checkpoints_serve_any_batch_alike(folder: Path) -> None:
         ("full", (1, 3), 0),
         ("state", (0, 2), 1),
     ]
-    assert layout.pools[1] == KVPool(2, 4 * 64, per_row=True)
+    assert layout.pools[1] == KVPool((4 * 64,) * 2, per_row=True)
     assert worker_of(core).model.cached_layers()[0].cache.shape[0] == len(core.scheduler.kv._pools[1].pool.blocks)

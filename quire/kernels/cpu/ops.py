@@ -137,7 +137,9 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     x = x.contiguous()
-    out = empty(indices.shape[0], *x.shape[1:])
+    if x.element_size() != 4:
+        return x.index_select(0, indices)
+    out = empty(indices.shape[0], *x.shape[1:], dtype=x.dtype)
     bound().gather_rows(
         x.data_ptr(), indices.contiguous().data_ptr(), out.data_ptr(), indices.shape[0], x.shape[1:].numel()
     )
