@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.engine import EngineConfig, check_budget
 from quire.config.groups import SpeculativeConfig
@@ -54,6 +54,12 @@ class ResolvedConfig:
 
     def explain(self) -> list[str]:
         return [f"{name} = {getattr(self, name)} ({reason})" for name, reason in self.reasons.items()]
+
+    def with_rows(self, rows: int, speculative: SpeculativeConfig | None) -> ResolvedConfig:
+        """Settings for fewer requests at once: those that have room for the states of recurrent layers."""
+        reasons = {**self.reasons, "max_num_seqs": "states of more requests do not fit; --kv-cache-memory changes it"}
+        drafts = _max_drafts(speculative, rows, self.max_num_batched_tokens)
+        return replace(self, max_num_seqs=rows, max_num_drafts=drafts, reasons=reasons)
 
 
 def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:

@@ -8,6 +8,7 @@ group, though some have an index key beside them and wider tensors: layers share
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,7 +69,8 @@ class KVLayout:
         """Those of its group that has most of these layers, at least one; several groups have slots of one size."""
         slots = self.pools[pool].slots
         held = [[slots[k] for k, n in enumerate(group.layers) if n in members] for group in self.groups_of(pool)]
-        return tuple(max(held, key=len)) or slots[:1]
+        longest: list[int] = max(held, key=len)
+        return tuple(longest) or slots[:1]
 
     def groups_of(self, pool: int) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if group.pool == pool)
@@ -113,18 +115,20 @@ class KVLayout:
             left, one = max(0, num_bytes - self.page_bytes), self.num_bytes(needed)
             return tuple(1 + left * count // one for count in needed)
         left = max(0, num_bytes - self.bytes_for(num_tokens, step_tokens))
-        held = sum(STATES_OF_A_ROW * len(self.groups_of(index)) * pool.page_bytes for index, pool in self._per_row)
-        wanted = min((num_rows - 1) * held, left // 2) + (left // 4 if checkpoints is None else checkpoints)
-        of_states = left if len(self._per_row) == len(self.pools) else min(wanted, left)
+        held = (num_rows - 1) * STATES_OF_A_ROW * states
+        wanted = min(held, left // 2) + (left // 4 if checkpoints is None else checkpoints)
+        of_states = left if all(pool.per_row for pool in self.pools) else min(wanted, left)
         tokens = self.num_bytes([0 if pool.per_row else n for pool, n in zip(self.pools, needed, strict=True)])
         return tuple(
             1 + n + (of_states // states if pool.per_row else (left - of_states) * n // tokens)
             for pool, n in zip(self.pools, needed, strict=True)
         )
 
-    @property
-    def _per_row(self) -> list[tuple[int, KVPool]]:
-        return [(index, pool) for index, pool in enumerate(self.pools) if pool.per_row]
+    def num_rows(self, num_blocks: Sequence[int], num_tokens: int, step_tokens: int) -> int:
+        """Requests whose states these blocks hold at once, one of them computing its prompt."""
+        counts = zip(self.pools, num_blocks, self.blocks_for(num_tokens, step_tokens), strict=True)
+        found = (1 + (count - 1 - one) // STATES_OF_A_ROW for pool, count, one in counts if pool.per_row)
+        return min(found, default=sys.maxsize)
 
     def num_tokens(self, num_blocks: Sequence[int]) -> int:
         """Tokens that `num_blocks` of each pool hold if every group keeps every token."""

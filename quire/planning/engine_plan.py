@@ -202,7 +202,7 @@ def plan_engine(
     )
     supply = supply or memory_supply(config, platform, group, pipeline)
     ledger = shared_ledger(config, platform, demand, supply, group, pipeline)
-    return EnginePlan(
+    plan = EnginePlan(
         platform=platform,
         source=source,
         model_config=model_config,
@@ -221,6 +221,7 @@ def plan_engine(
         pipeline=pipeline,
         draft=draft,
     )
+    return _with_ledger(plan, config, model)
 
 
 def _gguf_elements(source: ModelSource, checkpoint: Checkpoint | None) -> set[str]:
@@ -351,11 +352,28 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     """The same plan, its KV blocks sized by what the largest step of prompts took instead of the estimate."""
     count = plan.sizes.max_num_batched_tokens
     plan = replace(plan, sizes=replace(plan.sizes, token_bytes=num_bytes / count))
-    beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
-    demand = replace(plan.demand, parts=(step, *beside))
+    return _with_ledger(plan, config, model, step)
+
+
+def _with_ledger(plan: EnginePlan, config: EngineConfig, model: Model, step: LedgerLine | None = None) -> EnginePlan:
+    """The plan with a ledger for its sizes, and for fewer requests where their states do not fit.
+
+    `step` takes the place of all that is a part of one.
+    """
+    lines = contributions(plan.way_context(model))
+    parts = lines if step is None else (step, *(line for line in lines if not line.in_step))
+    demand = replace(plan.demand, parts=parts, max_num_seqs=plan.sizes.max_num_seqs)
     ledger = shared_ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
-    return replace(plan, demand=demand, ledger=ledger)
+    rows = demand.num_rows(ledger, config.scheduler.max_num_seqs)
+    if rows == plan.sizes.max_num_seqs:
+        return replace(plan, demand=demand, ledger=ledger)
+    settings = plan.settings.with_rows(rows, config.speculation.speculative_config)
+    drafts = min(plan.sizes.max_num_drafts, settings.max_num_drafts)
+    sizes = replace(plan.sizes, max_num_seqs=rows, max_num_drafts=drafts)
+    fewer = _with_ledger(replace(plan, settings=settings, sizes=sizes), config, model, step)
+    why = f"{fewer.ledger.kv_reason}\nmax_num_seqs = {rows} ({settings.reasons['max_num_seqs']})"
+    return replace(fewer, ledger=replace(fewer.ledger, kv_reason=why))
 
 
 def plan_memory(

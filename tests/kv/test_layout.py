@@ -87,6 +87,31 @@ def test_states_get_what_rows_hold_and_what_checkpoints_are_given() -> None:
     assert layout.num_blocks_for(one + 9_000, 100, 100, checkpoints=10**9) == (26, 9 + 9)
 
 
+@given(
+    rows=st.integers(1, 300),
+    num_tokens=st.integers(1, 200),
+    has_tokens=st.booleans(),
+    checkpoints=st.none() | st.integers(0, 10_000),
+    more=st.integers(0, 1_000_000),
+)
+def test_a_number_of_rows_that_is_lowered_to_what_fits_does_fit(
+    rows: int, num_tokens: int, has_tokens: bool, checkpoints: int | None, more: int
+) -> None:
+    layers = [LayerKV("full", None, 7)] * has_tokens
+    layout = plan_layout([*layers, LayerKV("state", bytes_per_row=333), LayerKV("state", bytes_per_row=100)], 4)
+    memory, sizes = layout.bytes_for(num_tokens, 50) + more, (num_tokens, 50)
+    blocks = layout.num_blocks_for(memory, *sizes, rows, checkpoints)
+    fits = layout.num_rows(blocks, *sizes)
+    assert fits >= 1
+    assert fits >= rows or more < 2 * rows * 2 * 433, "states get half of the memory"
+    lowered = min(rows, fits)
+    assert layout.num_rows(layout.num_blocks_for(memory, *sizes, lowered, checkpoints), *sizes) >= lowered
+
+
+def test_models_without_states_have_no_bound_on_rows() -> None:
+    assert plan_layout([LayerKV("full", None, 1)], 4).num_rows((10,), 8, 8) > 1 << 40
+
+
 def test_a_layer_has_its_share_of_the_blocks_of_its_pool() -> None:
     window = [LayerKV("sliding", 32, 64)] * 4
     layout = plan_layout([*window, *[LayerKV("full", None, 64)] * 2, LayerKV("state", bytes_per_row=4096)], 16)

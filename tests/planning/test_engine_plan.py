@@ -327,3 +327,47 @@ def test_adapters_in_host_memory_are_in_the_ledger(tmp_path: Path) -> None:
     assert entry(few, "adapters in host memory") == entry(few, "adapters") // 2
     names = [line.name for line in make_plan(tmp_path, LLAMA).ledger.entries]
     assert "adapters in host memory" not in names
+
+
+NEXT = {
+    **LLAMA,
+    **{"architectures": ["Qwen3NextForCausalLM"], "head_dim": 16, "full_attention_interval": 2, "num_experts": 4},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
+MAMBA = {
+    **{"architectures": ["MambaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2},
+    **{"state_size": 16, "expand": 2, "conv_kernel": 4, "intermediate_size": 128, "time_step_rank": 4},
+}
+
+
+@pytest.mark.parametrize("config", [NEXT, MAMBA], ids=["hybrid", "mamba"])
+def test_max_num_seqs_follows_from_the_memory_of_states(tmp_path: Path, config: dict[str, Any]) -> None:
+    roomy = make_plan(tmp_path, config, max_model_len=256, kv_cache_memory=64 << 20)
+    assert roomy.settings.max_num_seqs == 64
+    assert "max_num_seqs" not in roomy.ledger.format()
+    small = {"max_model_len": 256, "kv_cache_memory": 2 << 20}
+    plan = make_plan(tmp_path, config, **small)
+    rows = plan.settings.max_num_seqs
+    assert 1 <= rows < 64
+    assert plan.sizes.max_num_seqs == plan.demand.max_num_seqs == rows
+    assert entry(plan, "rows") < entry(roomy, "rows"), "what is sized by rows follows"
+    for told in ("\n".join(plan.settings.explain()), plan.ledger.format()):
+        assert f"\nmax_num_seqs = {rows} (states of more requests do not fit" in told
+    assert f"{rows} requests at once" in next(line.note for line in plan.ledger.entries if line.name == "states")
+    # What the user asks for is refused, and the fix works.
+    with pytest.raises(MemoryPlanError, match="max_num_seqs is 50, but the states of") as refused:
+        make_plan(tmp_path, config, **small, max_num_seqs=50)
+    assert f"set --max-num-seqs {rows}, or raise --kv-cache-memory" in str(refused.value)
+    assert make_plan(tmp_path, config, **small, max_num_seqs=rows).settings.max_num_seqs == rows
+
+
+def test_drafts_follow_the_number_of_requests(tmp_path: Path) -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    plan = make_plan(tmp_path, NEXT, max_model_len=256, kv_cache_memory=2 << 20, **drafts)
+    assert plan.sizes.max_num_drafts == plan.settings.max_num_drafts == 4 * plan.settings.max_num_seqs
