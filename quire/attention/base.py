@@ -38,6 +38,7 @@ class AttentionSpec:
     index_dim: int = 0  # latent: of the key of a sparse indexer, which is kept after the latent
     top_k: int | None = None  # keys that a query attends to, as its or an earlier indexer chooses; None: all
     chunked: bool = False  # a query sees the tokens of its own chunk of `sliding_window` tokens, up to itself
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # what keys and values are divided by in a cache of fp8
 
     @property
     def group_size(self) -> int:
@@ -196,6 +197,8 @@ class GroupBackend(ABC):
 class AttentionBackend(GroupBackend):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
+    scales_cache: bool = True  # whether it applies `kv_scales`
+    block_axis: int = 1  # of a cache tensor
     whole_prompts: bool = False  # every layer attends in both directions, over the tokens of its step
     max_head_dim: int | None = None  # None: any
     query_tile: int = 1  # tokens of a prompt that a program computes together: fewer take as long
@@ -258,9 +261,14 @@ class AttentionBackend(GroupBackend):
         sums = self.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len)
         yield LedgerLine("attention sums", sums, "of programs that share a row's keys")
 
-    @abstractmethod
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""
+        index: tuple[slice | Tensor, ...] = (*[slice(None)] * self.block_axis, block_ids)
+        if cache.dtype.itemsize == 1:  # fp8 has no infinities, and one NaN of either sign
+            bits = cache.view(torch.uint8)[index]
+            cache.view(torch.uint8)[index] = torch.where(bits & 0x7F == 0x7F, 0, bits)
+        else:
+            cache[index] = cache[index].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     @abstractmethod
     def write(self, at: LayerCache, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation) -> Written:

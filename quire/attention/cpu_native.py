@@ -23,14 +23,13 @@ from quire.attention.base import (
     Written,
 )
 from quire.kernels.cpu import library
+from quire.kernels.cpu.index import KV_TYPES
 from quire.kernels.cpu.recording import KernelRecorder
 from quire.kernels.cpu.tracing import empty
 from quire.parallel.groups import ContextShare
 from quire.platform.recording import SizedRecorder
 from quire.types.ledger import EngineSizes, LedgerLine
 
-# As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
-KV_TYPES = {torch.float16: 1, torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 SCALE_BYTES = 4  # beside each head's int8 key or value
 
 
@@ -98,15 +97,15 @@ class NativeAttention(AttentionBackend):
         return library.num_threads() * (1 << 20) + max_model_len * spec.num_heads * (spec.head_dim + 18) // 2
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        blocks = cache[:, block_ids]
         if cache.dtype == torch.int8:
+            blocks = cache[:, block_ids]
             cells = blocks.flatten(-2)
             first = cells.shape[-1] - SCALE_BYTES * blocks.shape[-2]
             scales = cells[..., first:].contiguous().view(torch.float32)
             cells[..., first:] = scales.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(torch.int8)
             cache[:, block_ids] = cells.view(blocks.shape)
         else:
-            cache[:, block_ids] = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            super().heal(cache, block_ids)
 
     def note_finite(self, values: Tensor, out: Tensor) -> None:
         self._kernels.note_finite(values.data_ptr(), *values.shape, values.stride(0), out.data_ptr())
@@ -142,7 +141,7 @@ class NativeAttention(AttentionBackend):
         rotary = 0 if rotation is None else rotation[0].shape[-1]
         sizes = (tokens, metadata.batch.num_tokens, spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary)
         kept = (metadata.batch.block_size, cache.stride(0) * cache.element_size(), KV_TYPES[cache.dtype])
-        kind = (eps, offset, int(spec.norms_rotated))
+        kind = (eps, offset, int(spec.norms_rotated), *spec.kv_scales)
         self._kernels.prepare_qkv(*given, q.data_ptr(), cache.data_ptr(), *sizes, *kept, *kind)
         return Written(q)
 
@@ -156,8 +155,9 @@ class NativeAttention(AttentionBackend):
         strides = (batch.rows.shape[0], batch.tables.stride(0), cache.stride(0) * cache.element_size())
         heads = (share.size * spec.num_heads, spec.num_kv_heads, spec.head_dim)
         seen = (batch.block_size, spec.kernel_window, int(spec.causal), KV_TYPES[cache.dtype])
-        scores = (spec.scale, spec.soft_cap or 0.0, sinks)
-        self._kernels.attention(*given, *strides, *heads, *seen, *scores, share.size, share.rank)
+        scores = (spec.scale * spec.kv_scales[0], spec.soft_cap or 0.0, sinks)
+        place = (share.size, share.rank, spec.kv_scales[1])
+        self._kernels.attention(*given, *strides, *heads, *seen, *scores, *place)
         out = self._merged(out, spec.num_heads, spec.head_dim, sinks).flatten(1)
         if out.shape[0] > batch.num_tokens:
             out[batch.num_tokens :] = 0.0

@@ -46,13 +46,13 @@ class IndexInputs(NamedTuple):
 class LatentBackend(AttentionBackend):
     """The spec of a layer has one KV head of head_dim = kv_rank + rope_dim, and value_dim = kv_rank."""
 
+    scales_cache = False
+    block_axis = 0
+
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:
         return (num_blocks, block_size, head_dim)
-
-    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        cache[block_ids] = cache[block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     @abstractmethod
     def write_latent(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionSpec, LayerCache, Rotation, Written
-from quire.attention.cpu_native import KV_TYPES, SCALE_BYTES, NativeAttention, NativeMetadata, rotation_addresses
+from quire.attention.cpu_native import SCALE_BYTES, NativeAttention, NativeMetadata, rotation_addresses
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.kernels.cpu import library
-from quire.kernels.cpu.index import select_rows
+from quire.kernels.cpu.index import KV_TYPES, select_rows
 from quire.kernels.cpu.latent import per_head, per_head_into
 from quire.kernels.cpu.tracing import empty
 from quire.parallel.groups import ContextShare

@@ -25,6 +25,7 @@ from quire.attention.base import (
     Rotation,
     Written,
 )
+from quire.ops.fp8 import FP8, FP8_MAX
 from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
 from quire.ops.rope import split_qkv
 from quire.ops.scale import soft_cap
@@ -56,9 +57,13 @@ class TorchMetadata(AttentionMetadata):
 
 class TorchAttention(AttentionBackend):
     name = "torch_ref"
+    block_axis = 2
 
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, int, torch.dtype], int] = {}
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (dtype, FP8) if self.scales_cache else (dtype,)
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -74,9 +79,6 @@ class TorchAttention(AttentionBackend):
         )
         return max(4 * WORKSPACE_BYTES, smallest_unit)
 
-    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        cache[:, :, block_ids] = cache[:, :, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
     def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> TorchMetadata:
         # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
         return TorchMetadata(batch, batch.slot_mapping[: batch.num_tokens])
@@ -88,22 +90,25 @@ class TorchAttention(AttentionBackend):
         query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation, spec.norms_rotated)
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
-        flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))
-        flat[1].index_copy_(1, slots, value[:num_tokens].transpose(0, 1))
+        for part, x, scale in zip(flat, (key, value), spec.kv_scales, strict=True):
+            kept = x[:num_tokens].transpose(0, 1)
+            if cache.dtype == FP8:
+                kept = (kept / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+            part.view(kept.dtype).index_copy_(1, slots, kept)
         return Written(query)
 
     def attend(self, at: LayerCache, written: Written) -> Tensor:
         spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         query = written.query
-        scaled = query * spec.scale
+        scaled = query * (spec.scale * spec.kv_scales[0])
         out = query.new_zeros(query.shape[0], spec.num_heads * spec.head_dim)
         min_rows = self.find_min_rows(spec.head_dim, spec.head_dim, query.dtype)
         for unit in plan_units(metadata, spec, query.element_size()):
             shape = (spec.num_kv_heads * unit.num_rows, -1, spec.head_dim)
-            keys, values = (part.index_select(1, unit.block_ids).view(shape) for part in cache)
+            keys, values = (part.index_select(1, unit.block_ids).view(shape).to(query.dtype) for part in cache)
             out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, unit.mask, min_rows))
-        return out
+        return out.mul_(spec.kv_scales[1])
 
     def find_min_rows(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
         found = self._min_rows.get((head_dim, value_dim, dtype))

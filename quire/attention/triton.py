@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,15 +151,6 @@ class TritonAttention(AttentionBackend):
             tiles = max(tokens * _split_tiles(spec, tokens).splits for tokens in steps)
         return max(few, singles, tiles) * spec.num_heads * (spec.head_dim + 2) * 4 + line
 
-    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        blocks = cache[:, block_ids]
-        if blocks.dtype.itemsize == 1:  # fp8 has no infinities, and one NaN of either sign
-            bits = blocks.view(torch.uint8)
-            healed = torch.where(bits & 0x7F == 0x7F, 0, bits).view(cache.dtype)
-        else:
-            healed = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        cache.view(torch.uint8)[:, block_ids] = healed.view(torch.uint8)
-
     def few_rows(self, num_tokens: int) -> int:
         """Rows of few queries in a step that have a tile each: drafts make all rows such rows."""
         return min(max(MAX_FEW_ROWS, num_tokens // 4), self.most_few_rows)
@@ -261,7 +252,7 @@ class TritonAttention(AttentionBackend):
             values = qkv[:, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
         given = (*norm, rotation, metadata.batch.slot_mapping, cache, spec.num_heads, qkv.dtype)
         product = qkv if isinstance(qkv, Tensor) else qkv.values
-        query = prepare_qkv(product, *given, keys, self.heads_per_program, spec.norms_rotated)
+        query = prepare_qkv(product, *given, keys, self.heads_per_program, spec.norms_rotated, *spec.kv_scales)
         return Written(query, keys, values)
 
     def write_partial_sums(
@@ -290,35 +281,36 @@ class TritonAttention(AttentionBackend):
         if plain and metadata.whole == ((0, query.shape[0]),):
             return _whole_prompt(spec, written, slice(0, query.shape[0]))
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
-        scale, soft_cap, window = spec.scale, spec.soft_cap, spec.kernel_window
+        scale, soft_cap, window = spec.scale * spec.kv_scales[0], spec.soft_cap, spec.kernel_window
+        beside: dict[str, Any] = {"sinks": spec.sinks, "out_scale": spec.kv_scales[1]}
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
         programs, fit = singles[0].shape[0] * spec.num_kv_heads, heads_fit(spec.head_dim, query.element_size())
         one_each = metadata.alike and self.fills(programs)
         if metadata.line is not None and not window and fit and not one_each:
             programs = 2 * self.multiprocessors()
-            even_attention(query, cache, metadata.line, out, scale, soft_cap, programs, sinks=spec.sinks)
+            even_attention(query, cache, metadata.line, out, scale, soft_cap, programs, **beside)
             return out
         if programs:
             splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, batch.max_context)
             if not fit:
                 keys, stages = 64, 2
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
-            decode_attention(*given, splits=splits, keys=keys, num_stages=stages, sinks=spec.sinks)
+            decode_attention(*given, splits=splits, keys=keys, num_stages=stages, **beside)
         if few[0].shape[0]:
             splits = _FEW.splits
             while splits > 2 and splits * few[0].shape[0] > _FEW.splits * MAX_FEW_ROWS:
                 splits //= 2
             cut = replace(_FEW, splits=splits)
             given_few = (query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, cut)
-            tile_attention(*given_few, spec.sinks)
+            tile_attention(*given_few, **beside)
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
             split = None
             if metadata.long_context and not window and query.shape[0] <= _MAX_SPLIT_TOKENS:
                 split = _split_tiles(spec, query.shape[0])
             given_tiles = (query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
-            prefill_attention(*given_tiles, split=split, sinks=spec.sinks)
+            prefill_attention(*given_tiles, split=split, **beside)
         for start, length in metadata.whole if plain else ():
             out[start : start + length] = _whole_prompt(spec, written, slice(start, start + length))
         return out

@@ -52,7 +52,8 @@ class FixedTritonAttention(TritonAttention):
             return both_directions(spec, written, batch)
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
-        scale, cap, window = spec.scale, spec.soft_cap, spec.kernel_window
+        scale, cap, window = spec.scale * spec.kv_scales[0], spec.soft_cap, spec.kernel_window
+        beside = spec.sinks, spec.kv_scales[1]
         max_len = batch.tables.shape[1] * batch.block_size
         segment, keys = self.segment_size(max_len - batch.block_size), self.keys_at_a_time  # without the spare block
         whole = metadata.whole if written.keys is not None else ()
@@ -73,16 +74,16 @@ class FixedTritonAttention(TritonAttention):
             if spec.group_size > split.lines:
                 warps = 4
             cut = replace(split, splits=splits, num_warps=warps)
-            tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut, spec.sinks)
+            tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut, *beside)
         if metadata.few[0].shape[0]:
             cut = replace(split, tile=FEW_QUERIES, splits=self.few_splits)
-            tile_attention(*given, *metadata.few, out, scale, cap, window, cut, spec.sinks)
+            tile_attention(*given, *metadata.few, out, scale, cap, window, cut, *beside)
         tiles = metadata.partial_tiles if whole else metadata.tiles
         if tiles[0].shape[0]:
             stages = 1 if spec.head_dim * query.element_size() > _WIDE else 3
             warps = 8 if spec.head_dim > 128 else 4
             cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=keys, num_warps=warps, num_stages=stages)
-            tile_attention(*given, *tiles, out, scale, cap, window, cut, spec.sinks)
+            tile_attention(*given, *tiles, out, scale, cap, window, cut, *beside)
         return out
 
     def segment_size(self, max_len: int) -> int:

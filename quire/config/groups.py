@@ -134,8 +134,9 @@ class CacheConfig:
     )
     kv_cache_dtype: KVCacheDType = setting(
         "auto",
-        "Type of keys and values. auto: float16 with native CPU kernels, that of the activations elsewhere. float32,"
-        " bfloat16 and int8 (a CPU), or fp8 (a GPU), trade accuracy for the number of tokens held.",
+        "Type of keys and values. auto: fp8 if the checkpoint is made for it, else float16 with native CPU kernels,"
+        " that of the activations elsewhere. float32, bfloat16 and int8 (a CPU), or fp8 (E4M3, with the scales that"
+        " a checkpoint has for it), trade accuracy for the number of tokens held.",
     )
     state_cache_size: int | None = setting(
         None,

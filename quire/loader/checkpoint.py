@@ -54,6 +54,10 @@ class Checkpoint(ABC):
         """Read one tensor as it is stored: a StoredMatrix where it is quantized, else what `get` returns."""
         return self.get(name)
 
+    def kv_scales(self) -> Mapping[str, Tensor]:
+        """What keys and values in an fp8 KV cache are divided by, under the names that are stored."""
+        return {}
+
     def release(self, name: str) -> None:
         """The tensor was read and copied: its mapped pages need not stay in memory. It can still be read again."""
         return None

@@ -39,6 +39,9 @@ class _WithModules(Checkpoint):
         owner, inner = self._owner(name)
         return owner.stored(inner)
 
+    def kv_scales(self) -> Mapping[str, Tensor]:
+        return self._below.kv_scales()
+
     def release(self, name: str) -> None:
         owner, inner = self._owner(name)
         owner.release(inner)

@@ -18,7 +18,6 @@ from quire.models.base import Model
 from quire.ops.base import Target
 from quire.platform.base import Platform
 from quire.types.errors import ConfigError
-from quire.types.pooling import PoolerConfig, only_pools
 
 
 def find_default_dtype(
@@ -107,14 +106,15 @@ def with_whole_prompts(settings: ResolvedConfig, given: int | None, length: int)
 
 
 def choose_kv_dtype(
-    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, pooler: PoolerConfig | None
+    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, pools: bool, asked: torch.dtype | None
 ) -> torch.dtype:
     possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
     name = config.cache.kv_cache_dtype
-    if name == "auto" and only_pools(pooler) and dtype in possible.values():
+    if name == "auto" and pools and dtype in possible.values():
         return dtype  # keys and values live for a few steps: there is no memory to be saved
     if name == "auto":
-        return backend.kv_dtypes(dtype)[0]
+        scaled = (kv for kv in possible.values() if kv == asked and backend.scales_cache)
+        return next(scaled, backend.kv_dtypes(dtype)[0])
     wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
     if wanted is None:
         raise ConfigError(

@@ -26,6 +26,7 @@ from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, st
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.loader.pooler import module_files, read_pooler
+from quire.loader.quantized.kv_cache import asked_kv_dtype
 from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
@@ -164,7 +165,7 @@ def plan_engine(
     if platform.is_here:
         backend.start()
     _check_heads(kept, backend, group)
-    kv_dtype = choose_kv_dtype(config, backend, dtype, pooler)
+    kv_dtype = choose_kv_dtype(config, backend, dtype, only_pools(pooler), asked_kv_dtype(model_config))
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     deterministic = backend.name == platform.deterministic_backend
     context = _build_context(settings, platform, length, deterministic, pooler, group)

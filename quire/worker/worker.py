@@ -18,6 +18,7 @@ from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.hub import find_model
 from quire.loader.mapper import Progress, load_weights
 from quire.loader.peft import AdapterLayers
+from quire.loader.quantized.kv_cache import scale_caches
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.parallel.collectives import NullCollectives
@@ -289,6 +290,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
         fill_dummy(model, config.model.seed, plan.platform.device, schemes=schemes)
     else:
         report = load_weights(model, plan.checkpoint, progress)
+        scale_caches(model.attention_layers(), plan.checkpoint, plan.kv_dtype)
         if report.weight_only:
             kinds, dtype = ", ".join(report.weight_only), plan.settings.activations
             dtype = plan.settings.dtype if dtype == "auto" else dtype

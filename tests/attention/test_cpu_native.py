@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.attention.base import AttentionSpec, HeadNorm, LayerCache, make_batch
-from quire.attention.cpu_native import KV_TYPES, NativeAttention
+from quire.attention.cpu_native import NativeAttention
+from quire.kernels.cpu.index import KV_TYPES
+from quire.ops.fp8 import FP8
 from quire.ops.rope import split_qkv
 from tests.attention.test_torch_ref import SINKS, SPECS, Sequences, dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
@@ -17,6 +19,7 @@ from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, exampl
 pytestmark = needs_library
 
 DTYPES = list(KV_TYPES)
+MOST = {torch.float16: 65504.0, FP8: 448.0}  # what is larger becomes this
 ODD = AttentionSpec(3, 1, 37, 0.3)
 WIDE = AttentionSpec(14, 1, 48, 0.2)  # more query heads than read the cache in place
 
@@ -47,7 +50,9 @@ def test_matches_dense_attention(spec: AttentionSpec, dtype: torch.dtype) -> Non
         torch.testing.assert_close(sequences.out[row].double(), expected, atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.int8, 4e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.int8, 4e-2), (FP8, 0.2)]
+)
 def test_a_smaller_cache_costs_little_accuracy(dtype: torch.dtype, error: float) -> None:
     sequences = native(SPECS[1], [300], dtype)
     sequences.step({0: 300})
@@ -140,7 +145,7 @@ def test_norm_rotation_and_write_match_the_reference(
     expected = split_qkv(qkv, 4, 2, *(norm if normed else (None, None, 0.0, 0.0)), turn)
     torch.testing.assert_close(q.query[:tokens], expected[0][:tokens], atol=1e-5, rtol=1e-5)
     # A last bit before the rounding may become one of the cache's steps.
-    step = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.int8: 2e-2}[dtype]
+    step = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.int8: 2e-2, FP8: 0.13}[dtype]
     for mine, theirs in zip(read_cache(cache, used, 36), expected[1:], strict=True):
         torch.testing.assert_close(mine, stored(theirs[:tokens], dtype), atol=step * 2, rtol=step)
     assert not cache[:, 0].any()  # padding is not written: the null block stays zero
@@ -163,8 +168,8 @@ def test_extreme_keys_and_values(isa: str) -> None:
         assert torch.equal(keys.nan_to_num(7), values.nan_to_num(7))
         assert keys[:6].isfinite().all()
         assert keys[6].isnan().all()
-        if dtype == torch.float16:
-            expected = lines[:6].clamp(-65504, 65504).to(torch.float16).float()
+        if dtype in MOST:
+            expected = lines[:6].clamp(-MOST[dtype], MOST[dtype]).to(dtype).float()
             assert torch.equal(keys[:6, 0], expected.expand(6, 16))
         else:
             torch.testing.assert_close(keys[:6, 0], lines[:6].expand(6, 16), atol=1e-30, rtol=1e-2)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.attention.cpu_native import KV_TYPES
 from quire.attention.latent import LatentBackend
 from quire.attention.native_latent import NativeLatentAttention
 from quire.attention.torch_latent import TorchLatentAttention
+from quire.kernels.cpu.index import KV_TYPES
 from tests.attention.latents import Latents
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, examples, needs_library, using
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.attention.cpu_native import KV_TYPES
 from quire.attention.native_latent import NativeLatentAttention, NativeSparseAttention
 from quire.attention.torch_latent import TorchLatentAttention
+from quire.kernels.cpu.index import KV_TYPES
 from tests.attention.latents import Latents
 from tests.attention.test_latent import run_cut
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, examples, needs_library, using

@@ -29,6 +29,7 @@ struct Shape {
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
     Split split;
+    float value_scale = 1.0f;  // of the result
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }
@@ -314,12 +315,14 @@ void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& uni
 }
 
 void write_out(const Shape& shape, const Unit& unit, State state) {
+    const Vec factor = set(shape.value_scale);
     const int64_t padded = shape.padded_dim(), group = shape.group();
     for (int64_t i = 0; i < unit.num_tokens * group; ++i) {
         const int64_t token = unit.first_token + i / group, head = unit.kv_head * group + i % group;
         if (shape.split.ranks > 1) {
             float* part = shape.out + (token * shape.heads + head) * (shape.value_dim + 2);
-            std::memcpy(part, state.sums + i * padded, sizeof(float) * shape.value_dim);
+            const float* sums = state.sums + i * padded;
+            map(shape.value_dim, [&](int64_t d, int n) { put(part + d, mul(get(sums + d, n), factor), n); });
             part[shape.value_dim] = state.highest[i];
             part[shape.value_dim + 1] = state.total[i];
             continue;
@@ -329,7 +332,7 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
         const float sink = shape.sinks ? std::exp2(shape.sinks[head] * LOG2_E - state.highest[i]) : 0.0f;
         const Vec total = set(state.total[i] + sink);
         const float* sums = state.sums + i * padded;
-        map(shape.value_dim, [&](int64_t d, int n) { put(out + d, div(get(sums + d, n), total), n); });
+        map(shape.value_dim, [&](int64_t d, int n) { put(out + d, mul(div(get(sums + d, n), total), factor), n); });
     }
 }
 
@@ -447,10 +450,10 @@ void run(const Shape& shape, int kv_type, MakeCells make_cells) {
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int causal, int kv_type,
-               float scale, float soft_cap, const float* sinks, int64_t ranks, int64_t rank) {
+               float scale, float soft_cap, const float* sinks, int64_t ranks, int64_t rank, float value_scale) {
     if (num_rows == 0) return;
     const Shape shape{q,        tables, rows, contexts, starts,      out,   num_rows, table_stride, heads,
-                      kv_heads, dim,    dim,  window,   causal != 0, scale, soft_cap, sinks,        {ranks, rank, block_size}};
+                      kv_heads, dim,    dim,  window,   causal != 0, scale, soft_cap, sinks,        {ranks, rank, block_size}, value_scale};
     run(shape, kv_type, [&](auto format) {
         return Cells<decltype(format)>{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
     });

@@ -9,7 +9,7 @@
 namespace quire {
 namespace QUIRE_NS {
 
-enum KvType { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3 };
+enum KvType { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_E4M3 = 4 };
 
 static inline uint16_t brain_of(float value) {
     uint32_t bits;
@@ -80,6 +80,30 @@ struct Int8 {
     }
 };
 
+// 8-bit floats: four bits of exponent, three of mantissa, no infinities, and one NaN of either sign.
+struct Float8 {
+    using Element = uint8_t;
+    static constexpr bool SCALED = false;
+    static Vec read(const uint8_t* p) {
+        const Vec x = load_e4m3(p);
+        // NaN is read as 480, which alone overflows here: infinity times zero is NaN again.
+        return fma(mul(x, set(1.9e38f)), zero(), mul(x, set(256.0f)));
+    }
+    static float encode(const float* x, uint8_t* out, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) {
+            const float size = std::fabs(x[i]) < 448.0f ? std::fabs(x[i]) : 448.0f;  // too large becomes the largest
+            uint32_t bits, code;
+            std::memcpy(&bits, &size, sizeof bits);
+            if (size < 0.015625f)  // subnormal: multiples of 2^-9
+                code = (uint32_t)std::nearbyint(size * 512.0f);
+            else
+                code = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+            out[i] = (uint8_t)((x[i] != x[i] ? 0x7F : code) | (std::signbit(x[i]) ? 0x80 : 0));
+        }
+        return 1.0f;
+    }
+};
+
 template <class Format>
 struct Cells {
     using Element = typename Format::Element;
@@ -112,6 +136,7 @@ static inline void with_format(int type, F f) {
         case KV_FLOAT16: return f(Float16());
         case KV_BFLOAT16: return f(BFloat16());
         case KV_INT8: return f(Int8());
+        case KV_E4M3: return f(Float8());
         default: return f(Float32());
     }
 }

@@ -146,9 +146,8 @@ static inline Vec looked_up(Words w) {
 }
 template <int F>
 static inline Vec load_float8(const void* p) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-    const __m256i low = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xbfff));
-    return _mm512_cvtph_ps(F == E5M2 ? _mm256_slli_epi16(wide, 8) : low);
+    if (F == E4M3) return load_e4m3((const uint8_t*)p);
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 using Words = __m256i;
@@ -173,9 +172,8 @@ static inline Vec looked_up(Words w) {
 }
 template <int F>
 static inline Vec load_float8(const void* p) {
-    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
-    const __m128i low = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((int16_t)0xbfff));
-    return _mm256_cvtph_ps(F == E5M2 ? _mm_slli_epi16(wide, 8) : low);
+    if (F == E4M3) return load_e4m3((const uint8_t*)p);
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8));
 }
 #else
 struct Words {

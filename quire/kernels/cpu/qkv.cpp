@@ -58,7 +58,7 @@ constexpr int64_t CHUNK = 16;  // tokens of a piece of work: a block's, since tw
 void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                  const int64_t* slots, float* q, void* cache, int64_t tokens, int64_t num_written, int64_t heads,
                  int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t value_offset, int kv_type,
-                 float eps, float offset, int norm_last) {
+                 float eps, float offset, int norm_last, float key_scale, float value_scale) {
     const int64_t all = heads + 2 * kv_heads;
     const auto turn = [&](int64_t t, int64_t head, const float* weight, float* line, float* target) {
         const float* source = qkv + (t * all + head) * dim;
@@ -75,6 +75,11 @@ void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight,
         else if (!weight)
             std::memcpy(target, source, sizeof(float) * dim);
     };
+    const auto divided = [&](const float* x, float scale, float* out) {
+        if (scale == 1.0f) return x;
+        map(dim, [&](int64_t i, int n) { put(out + i, div(get(x + i, n), set(scale)), n); });
+        return (const float*)out;
+    };
     with_format(kv_type, [&](auto format) {
         using Format = decltype(format);
         const Cells<Format> cells{(char*)cache, value_offset, kv_heads, dim, block_size};
@@ -89,13 +94,18 @@ void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight,
                 count = together(cells, slots, t, written) ? LANES : 1;
                 if (slots[t] < 0) continue;  // another rank keeps it
                 for (int64_t h = 0; h < kv_heads; ++h) {
-                    for (int64_t i = 0; i < count; ++i) turn(t + i, heads + h, k_weight, line, keys + i * dim);
+                    for (int64_t i = 0; i < count; ++i) {
+                        turn(t + i, heads + h, k_weight, line, keys + i * dim);
+                        divided(keys + i * dim, key_scale, keys + i * dim);
+                    }
                     if (count == 1)
                         write_key(cells, slots[t], h, keys, encoded);
                     else
                         write_keys(cells, slots[t], h, keys);
-                    for (int64_t i = 0; i < count; ++i)
-                        write_value(cells, slots[t + i], h, qkv + ((t + i) * all + heads + kv_heads + h) * dim);
+                    for (int64_t i = 0; i < count; ++i) {
+                        const float* value = qkv + ((t + i) * all + heads + kv_heads + h) * dim;
+                        write_value(cells, slots[t + i], h, divided(value, value_scale, line));
+                    }
                 }
             }
         });

@@ -59,6 +59,10 @@ static inline Vec load_brain(const uint16_t* p) {
 static inline Vec load_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+static inline Vec load_e4m3(const uint8_t* p) {  // 8-bit floats, divided by 256; NaN becomes 480 / 256
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xbfff)));
+}
 static inline Vec add_exponent(Vec v, Vec n) {  // v * 2^n, n being the lowest bits of its lanes
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
 }
@@ -133,6 +137,10 @@ static inline Vec load_brain(const uint16_t* p) {
 }
 static inline Vec load_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+static inline Vec load_e4m3(const uint8_t* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((int16_t)0xbfff)));
 }
 static inline Vec add_exponent(Vec v, Vec n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
@@ -224,6 +232,9 @@ static inline void store_half(uint16_t* p, Vec v) {
 }
 static inline Vec load_brain(const uint16_t* p) { return each([&](int i) { return lane_from((uint32_t)p[i] << 16); }); }
 static inline Vec load_int8(const int8_t* p) { return each([&](int i) { return (float)p[i]; }); }
+static inline Vec load_e4m3(const uint8_t* p) {
+    return each([&](int i) { return half_lane((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)); });
+}
 static inline Vec add_exponent(Vec v, Vec n) {
     return each([&](int i) { return lane_from(lane_bits(v.x[i]) + (lane_bits(n.x[i]) << 23)); });
 }

@@ -33,6 +33,7 @@ def _split_kernel(
     value_offset,
     scale,
     soft_cap,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,6 +103,8 @@ def _split_kernel(
     if sinks_ptr is not None and not SHARED:
         total += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if not SHARED:
+        result *= out_scale
     # Parts lie by place in this launch; the result of a single split goes straight to its token.
     line = place.to(tl.int64) if SHARED else token
     split_at = (line * NUM_HEADS + heads) * splits + split
@@ -122,6 +125,7 @@ def _combine_kernel(
     tokens_ptr,
     sinks_ptr,
     out_ptr,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -146,7 +150,7 @@ def _combine_kernel(
         total += tl.exp(tl.load(sinks_ptr + head) - highest)
     mask = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + (at * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / total
+    out = tl.sum(parts * weights[:, None], axis=0) / total * out_scale
     out_at = (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -169,12 +173,14 @@ def decode_attention(
     num_warps: int = 4,
     num_stages: int = 3,
     sinks: Tensor | None = None,
+    out_scale: float = 1.0,
 ) -> None:
     """Attention of the queries tokens[i] (int32), which belong to rows index[i] of the batch; -1 is padding.
 
     q [tokens, heads, dim]; tables [max_rows, max_blocks] int32, whose line rows[i] belongs to row i of the batch;
     contexts [rows] int32: the rows' KV lengths after this step; query_starts [rows + 1] int32. Writes those tokens'
-    lines of out [tokens, heads * dim]. sinks [heads] float32: see AttentionSpec.
+    lines of out [tokens, heads * dim]. sinks [heads] float32: see AttentionSpec. The result is
+    multiplied by out_scale.
     """
     _, num_heads, head_dim = q.shape
     count, num_kv_heads = index.shape[0], cache.shape[2]
@@ -199,6 +205,7 @@ def decode_attention(
         cache.stride(0),
         scale,
         soft_cap or 0.0,
+        out_scale,
         SHARED=splits > 1,
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(num_heads // num_kv_heads)),
         KEYS=keys,
@@ -215,6 +222,7 @@ def decode_attention(
             tokens,
             sinks,
             out,
+            out_scale,
             NUM_HEADS=num_heads,
             SPLITS=splits,
             HEAD_DIM=head_dim,

@@ -95,6 +95,7 @@ def _even_kernel(
     value_offset,
     scale,
     soft_cap,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -166,7 +167,7 @@ def _even_kernel(
                 if sinks_ptr is not None:
                     sinks = tl.load(sinks_ptr + heads, mask=queries < GROUP, other=0.0)
                     result = acc / (weight + tl.exp(sinks - highest))[:, None]
-                tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=of_query)
+                tl.store(out_ptr + q_at, (result * out_scale).to(out_ptr.dtype.element_ty), mask=of_query)
             else:
                 line = (program * 2 + (first >= begin).to(tl.int32)) * GROUP + queries
                 tl.store(parts_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=of_query)
@@ -187,6 +188,7 @@ def _join_kernel(
     lse_ptr,
     count,
     programs,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -229,7 +231,7 @@ def _join_kernel(
         weight += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
     result = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]  # zeros for padding, which has no tiles
     out_at = (place.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + out_at, (result * out_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def tiles_fit(block_size: int) -> bool:
@@ -287,10 +289,11 @@ def even_attention(
     num_warps: int = 4,
     num_stages: int = 3,
     sinks: Tensor | None = None,
+    out_scale: float = 1.0,
 ) -> None:
     """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros where no tiles are.
 
-    sinks [heads] float32: see AttentionSpec.
+    sinks [heads] float32: see AttentionSpec. The result is multiplied by out_scale.
     """
     count, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
@@ -313,6 +316,7 @@ def even_attention(
         cache.stride(0),
         scale,
         soft_cap or 0.0,
+        out_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -335,6 +339,7 @@ def even_attention(
         lse,
         count,
         programs,
+        out_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

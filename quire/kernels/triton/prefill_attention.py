@@ -66,6 +66,7 @@ def _prefill_kernel(
     number_offset,
     scale,
     soft_cap,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -146,7 +147,7 @@ def _prefill_kernel(
         _store_numbers(numbers_ptr + part, number_offset, highest, total, in_row)
     else:
         total = add_sinks(sinks_ptr, head, in_row, highest, total)
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None] * out_scale
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
@@ -160,6 +161,7 @@ def _fold_kernel(
     parts_ptr,
     numbers_ptr,
     number_offset,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -192,7 +194,7 @@ def _fold_kernel(
         acc = acc * keep[:, None] + values * add[:, None]
         highest = new_highest
     total = add_sinks(sinks_ptr, head + tl.zeros_like(queries), in_row, highest, total)
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None] * out_scale
     tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -221,12 +223,13 @@ def prefill_attention(
     keys: int = 128,
     split: Split | None = None,
     sinks: Tensor | None = None,
+    out_scale: float = 1.0,
 ) -> None:
     """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
 
     contexts, query_starts, tile_index and tile_offset are int32; `rows` picks lines of tables [max_rows, max_blocks].
     With `split` each token of the step has a line of partial results, listed or not. sinks [heads] float32: see
-    AttentionSpec.
+    AttentionSpec. The result is multiplied by out_scale.
     """
     num_tokens, num_heads, head_dim = q.shape
     heads = heads_of(q, cache, soft_cap, window)
@@ -262,6 +265,7 @@ def prefill_attention(
         number_offset,
         scale,
         soft_cap or 0.0,
+        out_scale,
         TILE=query_tile,
         LINES=query_tile,
         HEADS=packed,
@@ -282,6 +286,7 @@ def prefill_attention(
             parts,
             numbers,
             number_offset,
+            out_scale,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             TILE=query_tile,

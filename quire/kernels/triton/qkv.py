@@ -36,9 +36,9 @@ def _head_weights(q_weight_ptr, k_weight_ptr, dims, in_head, is_query, weight_of
 
 @triton.jit
 def _write(
-    x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
+    x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset, key_scale, value_scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEEP_KEYS: tl.constexpr,
+    KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Put x, the features `dims` of some heads of a token, where queries, keys and values go."""
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_head[None, :]
@@ -54,6 +54,9 @@ def _write(
     at = cell * HEAD_DIM + dims[None, :] + tl.where(is_value, value_offset, 0)
     # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
     if slot >= BLOCK_SIZE:
+        if SCALED:
+            x = tl.div_rn(x, tl.where(is_value, value_scale, key_scale) + tl.zeros_like(x))
+            x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))  # NaN is kept
         tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
 
 
@@ -73,6 +76,8 @@ def _qkv_kernel(
     value_offset,  # elements from the keys to the values of the cache
     eps,
     weight_offset,
+    key_scale,
+    value_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -80,6 +85,7 @@ def _qkv_kernel(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,  # of query and key heads: "first", before the rotation, "last", after it, or ""
     KEEP_KEYS: tl.constexpr,  # also write the keys to k_out [n, kv_heads, dim]
+    SCALED: tl.constexpr,  # what goes to the cache is divided by its scale
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,  # of qkv, to be added up
     DIM: tl.constexpr,
@@ -118,7 +124,7 @@ def _qkv_kernel(
     slot = tl.load(slots_ptr + token)
     _write(
         x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
-        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+        key_scale, value_scale, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS, SCALED,
     )  # fmt: skip
 
 
@@ -138,12 +144,15 @@ def _halves_kernel(
     value_offset,
     eps,
     weight_offset,
+    key_scale,
+    value_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -183,11 +192,11 @@ def _halves_kernel(
     slot = tl.load(slots_ptr + token)
     _write(
         turned_x, token, heads, low, in_half, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
-        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+        key_scale, value_scale, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS, SCALED,
     )  # fmt: skip
     _write(
         turned_y, token, heads, low + HALF, in_half, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
-        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+        key_scale, value_scale, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS, SCALED,
     )  # fmt: skip
 
 
@@ -205,11 +214,14 @@ def prepare_qkv(
     k_out: Tensor | None = None,
     heads_per_program: int | None = None,
     norms_rotated: bool = False,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim] in `dtype`; keys and values go to cache[:, slot].
 
     Slots in the null block are those of padding: nothing is written there. qkv may also be [parts, n, ...], to be
     added up. `k_out` [n, kv_heads, dim] receives the keys too. `norms_rotated`: heads are normed after the rotation.
+    The cache gets keys divided by key_scale, and values by value_scale.
 
     rotation: cos and sign-folded sin, each [n, 1, rotary_dim]; slots: [n] int64.
     """
@@ -236,6 +248,8 @@ def prepare_qkv(
         cache.stride(0),
         eps,
         weight_offset,
+        key_scale,
+        value_scale,
     )
     shape: dict[str, Any] = {
         "NUM_HEADS": num_heads,
@@ -244,6 +258,7 @@ def prepare_qkv(
         "BLOCK_SIZE": block_size,
         "NORM": "" if q_weight is None else "last" if norms_rotated else "first",
         "KEEP_KEYS": k_out is not None,
+        "SCALED": (key_scale, value_scale) != (1.0, 1.0),
         "HEADS": heads,
         "PARTS": qkv.shape[0] if qkv.dim() == 3 else 1,
         "num_warps": 4,

@@ -83,6 +83,7 @@ def _tile_kernel(
     number_offset,
     scale,
     soft_cap,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -147,7 +148,7 @@ def _tile_kernel(
         total = line_sums(totals, LINES, KEYS)
         whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
         whole_total = add_sinks(sinks_ptr, head, inside, whole_highest, whole_total)
-        result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+        result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None] * out_scale
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         number_at = (((place // SUB).to(tl.int64) * TILE + query - offset) * NUM_HEADS + head) * NUM_SEGMENTS
@@ -178,6 +179,7 @@ def _fold_kernel(
     sinks_ptr,
     out_ptr,
     number_offset,
+    out_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -233,7 +235,7 @@ def _fold_kernel(
             total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
             whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, part)
     whole_total = add_sinks(sinks_ptr, head + one, one == 0, whole_highest, whole_total)
-    result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+    result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None] * out_scale
     out_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_head[None, :])
 
@@ -267,11 +269,13 @@ def tile_attention(
     window: int,
     cut: Cut,
     sinks: Tensor | None = None,
+    out_scale: float = 1.0,
 ) -> None:
     """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
 
     contexts [rows] (KV lengths after this step), query_starts, tile_index and tile_offset are int32; `rows` picks
-    lines of tables [max_rows, max_blocks]. sinks [heads] float32: see AttentionSpec.
+    lines of tables [max_rows, max_blocks]. sinks [heads] float32: see AttentionSpec. The result is
+    multiplied by out_scale.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
@@ -315,6 +319,7 @@ def tile_attention(
         number_offset,
         scale,
         soft_cap or 0.0,
+        out_scale,
         LINES=lines,
         num_warps=cut.num_warps,
         num_stages=kv_stages(cut.num_stages, cut.keys, shared["DIM"] * q.element_size()),
@@ -331,6 +336,7 @@ def tile_attention(
             sinks,
             out,
             number_offset,
+            out_scale,
             AT_ONCE=_FOLDED_AT_ONCE,
             num_warps=1,
             **shared,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, TypeVar
@@ -27,6 +27,7 @@ Leaves = Mapping[str, TensorInfo]  # the tensors of one layer by the last part o
 _GRIDS: tuple[Role, ...] = ("weight", "scales", "zeros")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ELEMENTS = {"INT8": torch.int8, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+KV_SCALES = ("*.k_scale", "*.v_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -50,6 +51,8 @@ class QuantizedCheckpoint(Checkpoint):
     """What the format holds that can be read, for the page of supported ones."""
     ignored: tuple[str, ...] = ()
     """Patterns (fnmatch) of stored names that have no place in a model on purpose."""
+    scales_kv: bool = False
+    """Whether names of KV_SCALES are those of an fp8 KV cache, which is no part of a model."""
     beside: tuple[str, ...] = ()
     """Patterns of leaves that belong to a quantized matrix without playing a role in its scheme."""
     flat: bool = False
@@ -122,6 +125,9 @@ class QuantizedCheckpoint(Checkpoint):
         tensors.pop("ordered_index", None)
         return StoredMatrix(matrix.scheme, matrix.shape, tensors)
 
+    def kv_scales(self) -> Mapping[str, Tensor]:
+        return {name: self._stored.get(name) for name in self._kv_scales}
+
     def release(self, name: str) -> None:
         for stored in self._matrices[name].stored.values() if name in self._matrices else (name,):
             self._stored.release(stored)
@@ -143,15 +149,17 @@ class QuantizedCheckpoint(Checkpoint):
 
     def _present(self, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layers: dict[str, dict[str, TensorInfo]] = {}
-        unused = {name: None for name in stored if any(fnmatchcase(name, pattern) for pattern in self.ignored)}
+        unused = _fitting(stored, self.ignored)
         if unused:
             logger.info(
-                "%d tensors of the checkpoint are not used: scales for a KV cache in fp8, which has none here, or"
-                " bounds of activations (such as %s)",
-                *(len(unused), next(iter(unused))),
+                "%d tensors of the checkpoint are not used: scales of queries or latents in fp8, or bounds of"
+                " activations (such as %s)",
+                *(len(unused), unused[0]),
             )
+        self._kv_scales = _fitting(stored, KV_SCALES) if self.scales_kv else []
+        left_out = {*unused, *self._kv_scales}
         for name, info in stored.items():
-            if name not in unused:
+            if name not in left_out:
                 path, leaf = self.split(name)
                 layers.setdefault(path, {})[leaf] = info
         infos: dict[str, TensorInfo] = {}
@@ -222,6 +230,10 @@ class QuantizedCheckpoint(Checkpoint):
             if dtypes and leaves[leaf].dtype not in dtypes:
                 self._problems.append(f"{name} is of {leaves[leaf].dtype} instead of {dtypes[0]}")
         return shape if len(self._problems) == before else None
+
+
+def _fitting(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _check_index(matrix: _Matrix, tensors: Mapping[Role, Tensor]) -> None:

@@ -30,7 +30,9 @@ What a checkpoint says of activations:
 | fp8 in blocks, NVFP4 with fp4 activations | weights alone | weights alone |
 
 Weights alone: they are unpacked in the kernel, and activations keep their type. The log of the start names these
-weights. Scales of a KV cache in fp8 are not used, which it says too.
+weights. Scales of a KV cache in fp8 (`k_scale`, `v_scale`, `kv_scale`, ModelOpt's `k_proj.output_scale`; one number
+for a layer) are used where the cache is fp8: with `--kv-cache-dtype fp8`, or `auto` and a checkpoint whose
+`kv_cache_scheme` or `kv_cache_quant_algo` says so. The log of the start says if they are not.
 """.splitlines()
 
 

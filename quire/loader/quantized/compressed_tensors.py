@@ -143,7 +143,8 @@ LAYOUTS: dict[tuple[str, str, int], Callable[[_Weights, Leaves, list[tuple[Role,
 
 class CompressedTensors(QuantizedCheckpoint):
     reads = "W8A8 (int8, fp8), W4A16 and other integers of 2 to 8 bits, W8A16, NVFP4, MXFP4, MXFP8, mixed per layer"
-    ignored = ("*.k_scale", "*.v_scale", "*.q_scale")  # of a KV cache in fp8
+    ignored = ("*.q_scale",)
+    scales_kv = True
     beside = ("input_zero_point",)
 
     def configure(self) -> None:

@@ -41,7 +41,8 @@ def fp8_scheme(leaves: Leaves, block: tuple[int, int] | None, scale_name: str, i
 
 class Fp8(QuantizedCheckpoint):
     reads = "8-bit floats (E4M3), one scale per matrix, per output or per block; static and dynamic activations"
-    ignored = ("*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.input_scale_ub")
+    ignored = ("*.q_scale", "*.input_scale_ub")
+    scales_kv = True
 
     def configure(self) -> None:
         self._values = self.read_setting(_Settings)

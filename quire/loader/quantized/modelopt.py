@@ -29,10 +29,8 @@ class _Settings(_Layer):
 
 class ModelOpt(QuantizedCheckpoint):
     reads = "FP8, FP8 in blocks and NVFP4, mixed per layer; its config in config.json or hf_quant_config.json"
-    ignored = (
-        *("*.k_scale", "*.v_scale", "*.q_scale"),
-        *("*.k_proj.output_scale", "*.v_proj.output_scale", "*.kv_b_proj.output_scale"),
-    )
+    ignored = ("*.q_scale", "*.kv_b_proj.output_scale")
+    scales_kv = True
 
     def configure(self) -> None:
         self._values = self.read_setting(_Settings)

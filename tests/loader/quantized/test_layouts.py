@@ -109,10 +109,12 @@ def test_floats_of_eight_bits_with_powers_of_two() -> None:
     assert torch.equal(checkpoint.get("a.weight"), weight.float() * powers.repeat_interleave(32, 1))
 
 
-def test_scales_of_a_kv_cache_are_left_out() -> None:
+def test_scales_of_a_kv_cache_are_no_part_of_a_model() -> None:
     tensors = {"attn.k_scale": torch.ones(1), "attn.v_scale": torch.ones(1), "norm.weight": torch.ones(4)}
-    for method in ("fp8", "modelopt"):
-        assert list(logical(Stored({"quant_method": method}, tensors)).tensors()) == ["norm.weight"]
+    for config in ({"quant_method": "fp8"}, {"quant_method": "modelopt"}, weights(num_bits=8, type="float")):
+        checkpoint = logical(Stored(config, tensors))
+        assert list(checkpoint.tensors()) == ["norm.weight"]
+        assert list(checkpoint.kv_scales()) == ["attn.k_scale", "attn.v_scale"]
 
 
 def test_a_group_of_gptq_may_have_other_bits() -> None:

@@ -122,29 +122,6 @@ def test_fp8_rows_are_multiplied_as_fp8_on_a_gpu(name: str) -> None:
     assert not isinstance(weight_only, Fp8Linear)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("fp8-channel", "model.layers.0.self_attn.k_scale"),
-        ("ct-w8a8-fp8", "model.layers.0.self_attn.v_scale"),
-        ("modelopt-fp8", "model.layers.0.self_attn.kv_b_proj.output_scale"),
-    ],
-)
-def test_scales_of_a_kv_cache_are_named(
-    name: str, tensor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    open_checkpoint(resolve_model(str(ROOT / name)))
-    before = caplog.text.count(tensor)
-    folder = Folder(name, tmp_path)
-    folder.tensors[tensor] = torch.tensor(0.5)
-    save_file(folder.tensors, folder.path / "model.safetensors")
-    checkpoint = open_checkpoint(resolve_model(str(folder.path)))
-    assert tensor not in checkpoint.tensors()
-    assert caplog.text.count("tensors of the checkpoint are not used: scales for a KV cache") == 1 + before
-    assert caplog.text.count(f"(such as {tensor})") == 1
-
-
 class Folder:
     """A copy of a committed checkpoint that can be damaged."""
 
