@@ -207,8 +207,8 @@ class Fetch {
     }
     void operator()() {
         for (int64_t i = 0; i < pairs && block * cells.block_size < wanted.end; ++i) {
-            __builtin_prefetch(keys + at, 0, 2);
-            __builtin_prefetch(values + at, 0, 2);
+            fetch(keys + at);
+            fetch(values + at);
             at += LINE;
             if (at >= cells.cell_bytes()) ++block, open();
         }
@@ -239,7 +239,7 @@ class LatentFetch {
     void operator()() {
         for (int64_t i = 0; i < lines && position < wanted.end; ++i, ++position) {
             const int64_t slot = wanted.table[position / cells.block_size] * cells.block_size + position % cells.block_size;
-            for (int64_t at = 0; at < cells.line_bytes; at += 64) __builtin_prefetch((const char*)cells.line(slot) + at, 0, 2);
+            for (int64_t at = 0; at < cells.line_bytes; at += 64) fetch((const char*)cells.line(slot) + at);
         }
     }
 

@@ -112,7 +112,7 @@ inline void score_columns(const TileWork<Format>& work, const float* q, int firs
         Vec key[WIDTH];
         for (int c = 0; c < WIDTH; ++c) {
             key[c] = Format::read(column[c] + d * tile.stride);
-            if (IN_CACHE<Format>) __builtin_prefetch(ahead[c] + d * tile.stride, 0, 2);
+            if (IN_CACHE<Format>) fetch(ahead[c] + d * tile.stride);
         }
         for (int r = 0; r < ROWS; ++r) {
             const Vec x = set(q[r * work.dim + d]);
@@ -201,7 +201,7 @@ inline void add_columns(const TileWork<Format>& work, const float* weights, int6
         Vec value[WIDTH];
         for (int c = 0; c < WIDTH; ++c) {
             value[c] = Format::read(work.data.line[k] + d + c * LANES);
-            if (IN_CACHE<Format>) __builtin_prefetch(work.next.line[k] + d + c * LANES, 0, 2);
+            if (IN_CACHE<Format>) fetch(work.next.line[k] + d + c * LANES);
         }
         for (int r = 0; r < ROWS; ++r) {
             const Vec weight = set(weights[r * TILE + k]);

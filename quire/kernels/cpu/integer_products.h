@@ -39,7 +39,7 @@ struct Eight {
             for (int v = 0; v < VECS; ++v) words[v] = load_words(from + v * LANES * 4);
     }
     static inline void prefetch(const uint8_t* from) {
-        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(from + line);
+        for (int line = 0; line < BYTES; line += 64) fetch(from + line);
     }
     // PER_WORD of them: those that a word of a row has in its place I.
     template <int I>

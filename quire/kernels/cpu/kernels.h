@@ -25,6 +25,10 @@ static inline void map(int64_t width, F f) {
     if (i < width) f(i, (int)(width - i));
 }
 
+// A line that will be read soon, into the second-level cache: the first level has so few misses under way at a time that
+// fetching into it halves the rate at which one core reads memory (benchmarks/notes/cpu.md).
+static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 static inline Vec get(const float* p, int n) { return n == LANES ? load(p) : load_part(p, n); }
 static inline void put(float* p, Vec v, int n) { n == LANES ? store(p, v) : store_part(p, v, n); }
 }  // namespace QUIRE_NS

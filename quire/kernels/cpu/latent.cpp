@@ -85,7 +85,7 @@ void multiply_few(const float* x, const CodesAndScales& w, float* out, int64_t i
                 scale[v] = load_half(w.scales + group / GROUP * outputs + i + v * LANES);
             }
             for (int64_t k = group; k < group + GROUP; ++k, next += WIDTH) {
-                __builtin_prefetch(next);
+                fetch(next);
                 const Vec factor = set(x[k]);
                 for (int v = 0; v < VECTORS; ++v)
                     acc[v] = fma(factor, mul(load_int8(w.codes + k * outputs + i + v * LANES), scale[v]), acc[v]);

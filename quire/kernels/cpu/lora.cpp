@@ -30,7 +30,7 @@ inline Vec get_any(const uint16_t* p, int n) {
 // What a vector of `p` shares a cache line with, fetched once for the line.
 template <class E>
 inline void prefetch(const E* p, int64_t i) {
-    if (i * (int64_t)sizeof(E) % 64 == 0) __builtin_prefetch(p + i);
+    if (i * (int64_t)sizeof(E) % 64 == 0) fetch(p + i);
 }
 
 int64_t count_tiles(const int32_t* tiles, int64_t tokens, int32_t lowest) {

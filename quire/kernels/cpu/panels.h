@@ -237,9 +237,9 @@ struct Scales {
     // The same group of the panel that lies `ahead` bytes further on.
     static inline void prefetch(const uint8_t* panel, uint64_t k, int64_t ahead) {
         constexpr Layout L = LAYOUTS[F];
-        if constexpr (L.scale_bytes > 0) __builtin_prefetch(panel + ahead + L.scales_at((int64_t)k));
+        if constexpr (L.scale_bytes > 0) fetch(panel + ahead + L.scales_at((int64_t)k));
         if constexpr (L.scale_bytes == 1)
-            if (k % WHOLE == 0) __builtin_prefetch(panel + ahead + L.factors_at((int64_t)k));
+            if (k % WHOLE == 0) fetch(panel + ahead + L.factors_at((int64_t)k));
     }
 };
 

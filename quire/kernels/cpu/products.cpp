@@ -21,7 +21,7 @@ template <int F, int PANELS>
 inline void prefetch(const uint8_t* codes, int64_t panel_stride, int j) {
     constexpr int STEPS = STEP_BYTES<F> < 64 ? 64 / STEP_BYTES<F> : 1;  // in a line
     if (j / LAYOUTS[F].step % STEPS != 0) return;
-    for (int p = 0; p < PANELS; ++p) __builtin_prefetch(codes + (PANELS + p) * panel_stride);
+    for (int p = 0; p < PANELS; ++p) fetch(codes + (PANELS + p) * panel_stride);
 }
 
 // Elements [from, from + depth) along k of one panel as float32 [depth][PANEL], TILE_WIDTH apart; both are multiples of
