@@ -14,7 +14,8 @@ namespace QUIRE_NS {
 namespace {
 
 constexpr int QUERY_ROWS = 192;  // aim for the query rows that share one unpacked tile
-constexpr int DIRECT_ROWS = 12;  // so few rows read the cache in place
+constexpr int DIRECT_ROWS = 12;  // so few rows read the cache in place, whatever that costs
+constexpr int EVEN_ROWS = 24;    // query rows that are still worth a unit of their own
 constexpr int SPLIT_ROWS = 16;   // up to so many query rows may share their keys among threads
 
 struct Shape {
@@ -193,6 +194,13 @@ constexpr bool in_place(const LatentCells<Format>*) {
     return false;
 }
 
+// Whether many rows gain by reading the cache in place too: each MAX_ROWS of them convert what they read, where a copy is
+// converted once but takes twice the room of the first-level cache. Not where scales come with it.
+template <class Format>
+bool reads_freely() {
+    return sizeof(typename Format::Element) == sizeof(float) || (LANES >= 8 && !Format::SCALED && converts_beside_fma());
+}
+
 // Fetches what `unpack` will read of the tile to come, a few lines at each call: blocks lie anywhere in memory, each too
 // short for the processor to see what comes next. Many fetches at once gave nothing (benchmarks/notes/cpu.md).
 template <class Format>
@@ -281,7 +289,8 @@ void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& uni
     float* keys = (float*)scratch(1, sizeof(float) * TILE * (shape.dim + line + 2));
     float *values = keys + TILE * shape.dim, *scales = values + TILE * line;
     gather_queries(shape, unit, q);
-    const bool direct = in_place(&cells) && count <= DIRECT_ROWS && shape.dim == padded && cells.block_size % LANES == 0;
+    const bool direct = in_place(&cells) && (count <= DIRECT_ROWS || reads_freely<Format>()) && shape.dim == padded &&
+                        cells.block_size % LANES == 0;
     Tile<Format> located[2];
     Tile<Unpacked> unpacked;
     if (direct) locate(cells, Keys(shape, unit, first), located[first % 2]);
@@ -366,6 +375,14 @@ void merge_tiles(const Shape& shape, const Unit& unit, float* memory) {
     write_out(shape, unit, merged);
 }
 
+// Units of a row of `tokens` for each KV head: as many as all threads get the same number of, if these are not too small.
+int64_t count_units(const Shape& shape, int64_t tokens, int64_t tokens_per_unit) {
+    const int64_t least = (tokens + tokens_per_unit - 1) / tokens_per_unit;
+    int64_t even = least;
+    while (even * shape.kv_heads % num_threads()) ++even;
+    return even <= tokens && even * EVEN_ROWS <= tokens * shape.group() ? even : least;
+}
+
 int64_t make_units(const Shape& shape, Unit* units) {
     int64_t query_rows = QUERY_ROWS;
     const int64_t all_rows = (shape.starts[shape.num_rows] - shape.starts[0]) * shape.heads;
@@ -374,8 +391,10 @@ int64_t make_units(const Shape& shape, Unit* units) {
     int64_t count = 0;
     for (int64_t row = 0; row < shape.num_rows; ++row) {
         // The last tokens first: they have the most keys, and large pieces of work should not come last.
-        for (int64_t end = shape.starts[row + 1]; end > shape.starts[row]; end -= tokens_per_unit) {
-            const int64_t first = end - tokens_per_unit > shape.starts[row] ? end - tokens_per_unit : shape.starts[row];
+        const int64_t start = shape.starts[row], tokens = shape.starts[row + 1] - start;
+        const int64_t parts = count_units(shape, tokens, tokens_per_unit);
+        for (int64_t part = parts - 1; part >= 0; --part) {
+            const int64_t first = start + tokens * part / parts, end = start + tokens * (part + 1) / parts;
             Unit unit{(int32_t)row, (int32_t)first, (int32_t)(end - first), 0, 0, 0};
             const int64_t position = first_position(shape, unit);
             unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);

@@ -157,6 +157,14 @@ void set_threads(int count) { pool().resize(count); }
 
 int num_threads() { return pool().size(); }
 
+bool converts_beside_fma() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
 void* scratch(int slot, size_t bytes) {
     thread_local Scratch slots[SCRATCH_SLOTS];
     Scratch& mine = slots[slot];

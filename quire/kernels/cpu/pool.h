@@ -13,6 +13,9 @@ void run_pieces(int64_t count, int64_t grain, Body body, const void* context);
 void set_threads(int count);
 int num_threads();
 
+// Whether this processor converts to float32 in other pipes than it multiplies in: AMD's do, Intel's share two ports.
+bool converts_beside_fma();
+
 // This thread's memory `slot` (of SCRATCH_SLOTS), at least `bytes` long, aligned to 64 bytes; its content is anything.
 constexpr int SCRATCH_SLOTS = 9;
 void* scratch(int slot, size_t bytes);
