@@ -6,7 +6,7 @@ Knows requests and text; does not talk to the engine: what must be aborted there
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from quire.types.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from quire.types.request import FinishReason
+from quire.types.request import EngineRequest, FinishReason
 from quire.types.sampling import PoolingParams
 from quire.types.step import Pooled, RoutedExperts
 
@@ -407,6 +407,15 @@ class OutputProcessor:
         self._requests[state.request_id] = state
         for completion in state.completions:
             self._completions[completion.engine_id] = (state, completion)
+
+    def resume(self, child: EngineRequest, token_ids: Sequence[int]) -> EngineRequest:
+        """Take in the beginning of the only completion, which its reader has; the request that goes on after it."""
+        state, completion = self._completions[child.request_id]
+        assert len(state.completions) == 1
+        given = list(token_ids)
+        completion.add(EngineOutput(child.request_id, given))
+        completion.take(delta=True)
+        return replace(child, token_ids=child.token_ids + given, num_prompt_tokens=len(child.token_ids))
 
     def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
         """Take in outputs of one step. Outputs of requests that are gone (aborted, stopped) are dropped."""

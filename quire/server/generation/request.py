@@ -55,6 +55,8 @@ class Generation:
     """The search for the completions, if nothing is sampled."""
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
+    given_token_ids: Sequence[int] = ()
+    """What was generated before, of the only prompt: its outputs go on after it."""
     priority: int
     add_special_tokens: bool
     origin: Origin

@@ -73,6 +73,7 @@ def _streams(
             reading=generation.reading,
             announce=True,
             adapter=adapter,
+            given_token_ids=generation.given_token_ids,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
-from quire.server.openai.responses.events import Event
 from quire.server.sse import ACCEPTED, KEEP_ALIVE
 
 
 class DetachedRun:
-    """The events of one response, in the order of their sequence numbers."""
+    """The events of one response, each at the place that its sequence number says."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[int, bytes]] = []
+        self._events: list[bytes] = []
         self.num_bytes = 0
         self.is_done = False
         self._changed = asyncio.Event()
 
-    def add(self, events: Sequence[tuple[Event, bytes]]) -> None:
-        for event, encoded in events:
-            self._events.append((event["sequence_number"], encoded))
+    @property
+    def events(self) -> Sequence[bytes]:
+        return self._events
+
+    def add(self, events: Iterable[bytes]) -> None:
+        for encoded in events:
+            self._events.append(encoded)
             self.num_bytes += len(encoded)
         self._tell()
 
@@ -32,16 +35,14 @@ class DetachedRun:
     async def read(self, starting_after: int = -1) -> AsyncGenerator[bytes, None]:
         """Yield the events behind a sequence number, those to come too, to the end of the run."""
         yield ACCEPTED
-        index, has_said = 0, False
+        index, has_said = starting_after + 1, False
         while True:
             changed = self._changed
             while index < len(self._events):
-                number, encoded = self._events[index]
+                has_said = True
                 index += 1
-                if number > starting_after:
-                    has_said = True
-                    yield encoded
-            if self.is_done and index == len(self._events):
+                yield self._events[index - 1]
+            if self.is_done and index >= len(self._events):
                 if not has_said:
                     yield KEEP_ALIVE  # a stream without a word would have no headers
                 return

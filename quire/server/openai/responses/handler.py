@@ -22,13 +22,14 @@ from quire.server.generation.request import Origin, ids_of, origin_of
 from quire.server.middleware import owner_of
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
-from quire.server.openai.responses.detached import DetachedRuns
+from quire.server.openai.responses.detached import DetachedRun, DetachedRuns
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item, items_of, response_id_of
 from quire.server.openai.responses.journal import JournalEntry, NoJournal, ResponseJournal
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
+from quire.server.openai.responses.record import Record
 from quire.server.openai.responses.run import Plan, begin, fail, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
 from quire.server.openai.sampling import check_logprob_token_ids, check_logprobs
@@ -69,14 +70,7 @@ class Responses:
         try:
             plan = await while_connected(request.receive, self._prepare(body, response_id, origin_of(request), owner))
             if body.background:
-                entry = JournalEntry(
-                    response_id,
-                    owner,
-                    key,
-                    plan.response.created_at,
-                    body.model_dump(mode="json", exclude_unset=True),
-                )
-                return self._start(plan, entry, stream=bool(body.stream))
+                return self._open(plan, key)
             if body.stream:
                 return self._stream(plan)
             await while_connected(request.receive, self._finish(plan))
@@ -88,18 +82,20 @@ class Responses:
 
     async def recover(self) -> None:
         """Take over what the process before has left in the journal: answers, and requests to be answered."""
-        for entry, stored in self._journal.read():
+        for journaled in self._journal.read():
+            entry = journaled.entry
             if entry.key is not None:
                 self._remember(entry.owner, entry.key, entry.response_id)
-            if stored is not None:
-                self._store.put(stored)
+            if journaled.stored is not None:
+                self._store.put(journaled.stored)
                 self._expire_later(entry.response_id)
                 continue
             try:
                 body = ResponsesRequest.model_validate(entry.body)
                 origin = Origin(time.monotonic(), None, entry.owner or None)
-                plan = await self._prepare(body, entry.response_id, origin, entry.owner, entry.created)
-                self._start(plan, entry, stream=False)
+                plan = await self._prepare(body, entry.response_id, origin, entry.owner, entry)
+                self._store.put(_stored(plan))
+                self._start(plan, self._journal.record(entry.response_id, journaled.lines))
                 logger.info("%s goes on", entry.response_id)
             except (QuireError, ValueError) as error:
                 logger.warning("%s cannot go on: %s", entry.response_id, error)
@@ -126,6 +122,10 @@ class Responses:
         """The events of a background response behind a sequence number, to its end."""
         self._find(response_id, owner)
         run = self._runs.get(response_id)
+        if run is None and (events := self._journal.events(response_id)) is not None:
+            run = self._runs.open(response_id)
+            run.add(events)
+            run.finish()
         if run is None:
             raise RequestError(
                 f"the events of {response_id} are not kept: it ran with its client, or made room for others",
@@ -180,15 +180,25 @@ class Responses:
         return ItemList(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, more)
 
     async def _prepare(
-        self, body: ResponsesRequest, response_id: str, origin: Origin, owner: str, created: int | None = None
+        self,
+        body: ResponsesRequest,
+        response_id: str,
+        origin: Origin,
+        owner: str,
+        entry: JournalEntry | None = None,
     ) -> Plan:
+        """`entry`: what the journal has of a response that another process began."""
         context = self._context
         model = context.check_model(body.model, "generate")
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        response = response_of(body, response_id, int(time.time()) if created is None else created, model)
-        previous = self._previous(body.previous_response_id, owner)
-        items = [self._resolved(item, owner, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
+        response = response_of(body, response_id, int(time.time()) if entry is None else entry.created, model)
+        if entry is None:
+            previous = self._previous(body.previous_response_id, owner)
+            given = enumerate(items_of(body.input))
+            items = [self._resolved(item, owner, f"input[{index}]") for index, item in given]
+        else:
+            previous, items = entry.context, entry.input
         toolbox = toolbox_of(body.tools, await list_remote_tools(context.tool_servers, body.tools))
         params = params_of(context, body)
         check_logprob_token_ids(params, context.settings.max_logprobs)
@@ -301,9 +311,9 @@ class Responses:
         if response.store and response.status not in ("queued", "in_progress"):
             self._store.put(_stored(plan))
 
-    def _start(self, plan: Plan, entry: JournalEntry, *, stream: bool) -> HttpResponse:
+    def _open(self, plan: Plan, key: str | None) -> HttpResponse:
         """Answer at once, with a queued response or its events, and go on without the client."""
-        response_id = plan.response.id
+        response_id, body = plan.response.id, plan.maker.body
         self._store.put(_stored(plan))
         if self._store.get(response_id) is None:
             raise RequestError(
@@ -311,29 +321,36 @@ class Responses:
                 " can allow it (--max-stored-responses, --max-stored-bytes)",
                 "background",
             )
-        body = msgspec.json.encode(plan.response)
-        self._journal.open(entry)
+        created, asked = plan.response.created_at, body.model_dump(mode="json", exclude_unset=True)
+        self._journal.open(JournalEntry(response_id, plan.owner, key, created, asked, plan.previous, plan.items))
+        queued = msgspec.json.encode(plan.response)
+        run = self._start(plan, self._journal.record(response_id))
+        return EventStream(run.read(), end=b"") if body.stream else json_response(queued)
+
+    def _start(self, plan: Plan, record: Record) -> DetachedRun:
+        """Answer a request in the background, from the end of its record on."""
+        response_id = plan.response.id
         self._expire_later(response_id)
         run = self._runs.open(response_id)
 
         async def work() -> None:
             try:
-                async with aclosing(run_response(self._context, plan)) as batches:
+                async with aclosing(run_response(self._context, plan, record)) as batches:
                     async for events in batches:
                         self._keep_if_done(plan)
-                        run.add([(event, _encode(event)) for event in events])
+                        run.add(map(_encode, events))
             except QuireError as error:
                 logger.warning("%s failed in the background: %s", response_id, error)
                 last = fail(plan, error)
-                run.add([(last, _encode(last))])
+                run.add([_encode(last)])
             finally:
                 run.finish()
                 del self._running[response_id]
-            self._journal.finish(response_id, _stored(plan))
+            self._journal.finish(response_id, plan.response, run.events)
             self._expire_later(response_id)
 
         self._running[response_id] = asyncio.create_task(work(), name=response_id)
-        return EventStream(run.read(), end=b"") if stream else json_response(body)
+        return run
 
     def _expire_later(self, response_id: str) -> None:
         """Its file goes when it has been left alone for the time to live, give or take the clock's grain."""

@@ -1,9 +1,10 @@
 """ResponseJournal: background responses on disk, so that they outlive the server's process.
 
-A file per response, mode 0600 in a folder of mode 0700: what was asked and by whom, and at the end the response. It
-holds a digest of the API key and never the key. A response that had not ended is run again with its id and its seed:
-the same tokens, wherever arithmetic does not depend on the batch. Files go after `ttl` seconds. Writes are not
-flushed to the disk: they outlive the process, not a loss of power. A line that a crash has torn is left out.
+A file per response, mode 0600 in a folder of mode 0700: what was asked and by whom, then a line for each output of
+the engine (see record.py), and at the end, instead of those, the response and its events. It holds a digest of the
+API key and never the key. A response that had not ended goes on after its last output. Files go after `ttl` seconds.
+Writes are not flushed to the disk: they outlive the process, not a loss of power. A line that a crash has torn is
+left out, with what follows it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import msgspec
 
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.protocol import Response
+from quire.server.openai.responses.record import Line, Record
 from quire.server.openai.responses.store import StoredResponse
 from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
@@ -37,12 +39,28 @@ class JournalEntry(msgspec.Struct, frozen=True):
     key: str | None  # idempotency key
     created: int
     body: dict[str, Any]
-
-
-class _End(msgspec.Struct, frozen=True):
-    response: Response
-    context: list[Item]
+    context: list[Item]  # what was said before, in responses that no later process may know
     input: list[Item]
+
+
+class _End(msgspec.Struct, frozen=True, tag="end"):
+    response: Response
+
+
+class _EndWithEvents(_End, frozen=True, tag="end"):
+    """Events are read when they are asked for."""
+
+    events: list[str]  # as they are sent
+
+
+class Journaled(msgspec.Struct, frozen=True):
+    """A response that the process before has left."""
+
+    entry: JournalEntry
+    lines: list[Line]
+    """What was said so far, of a response that has not ended."""
+    stored: StoredResponse | None
+    """The response, if it has ended."""
 
 
 def check_folder(folder: Path) -> None:
@@ -70,11 +88,34 @@ class ResponseJournal:
     def open(self, entry: JournalEntry) -> None:
         self._write(entry.response_id, msgspec.json.encode(entry), os.O_CREAT | os.O_TRUNC)
 
-    def finish(self, response_id: str, stored: StoredResponse) -> None:
-        """A response has ended; it is kept until its time is over."""
-        end = _End(stored.response, stored.context, stored.input)
-        if self._path(response_id).exists():
-            self._write(response_id, msgspec.json.encode(end), os.O_APPEND)
+    def record(self, response_id: str, known: Iterable[Line] = ()) -> Record:
+        """The record of a response that was opened."""
+        return Record(lambda line: self._write(response_id, msgspec.json.encode(line), os.O_APPEND), known)
+
+    def finish(self, response_id: str, response: Response, events: Sequence[bytes]) -> None:
+        """A response has ended; it is kept until its time is over. The events replace what they were made of."""
+        path = self._path(response_id)
+        if not path.exists():
+            return
+        end = _EndWithEvents(response, [event.decode() for event in events])
+        try:
+            with path.open("rb") as file:
+                first = file.readline()
+            whole = path.with_suffix(".tmp")
+            _write(whole, first + msgspec.json.encode(end) + b"\n", os.O_CREAT | os.O_TRUNC)
+            whole.replace(path)
+        except OSError as error:  # the next process makes the end of what was recorded
+            path.with_suffix(".tmp").unlink(missing_ok=True)
+            self._failed(response_id, error)
+
+    def events(self, response_id: str) -> list[bytes] | None:
+        """The events of a response that has ended; None if they are not there."""
+        try:
+            last = self._path(response_id).read_bytes().split(b"\n")[-2]
+            end = msgspec.json.decode(last, type=_EndWithEvents)
+        except (OSError, IndexError, msgspec.MsgspecError):
+            return None
+        return [event.encode() for event in end.events]
 
     def expire(self, response_id: str) -> None:
         """Delete a file whose time is over; one that was written since is left."""
@@ -85,9 +126,9 @@ class ResponseJournal:
     def delete(self, response_id: str) -> None:
         self._path(response_id).unlink(missing_ok=True)
 
-    def read(self) -> list[tuple[JournalEntry, StoredResponse | None]]:
-        """What the process before has left, oldest first; None: it had not ended. Expired files are deleted."""
-        found: list[tuple[JournalEntry, StoredResponse | None]] = []
+    def read(self) -> list[Journaled]:
+        """What the process before has left, oldest first. Expired files are deleted."""
+        found: list[Journaled] = []
         for path in self._folder.glob(f"*{_SUFFIX}") if self._folder.is_dir() else ():
             try:
                 if _age(path) > self.ttl:
@@ -96,7 +137,7 @@ class ResponseJournal:
                 found.append(_parsed(path.read_bytes()))
             except (OSError, msgspec.MsgspecError) as error:
                 logger.warning("%s in the journal cannot be used: %s", path.name, error)
-        return sorted(found, key=lambda pair: pair[0].created)
+        return sorted(found, key=lambda journaled: journaled.entry.created)
 
     def _path(self, response_id: str) -> Path:
         """Clients may choose ids, so that they are no names of files."""
@@ -105,19 +146,17 @@ class ResponseJournal:
     def _write(self, response_id: str, line: bytes, flags: int) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.open(self._path(response_id), os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
-            try:
-                left = memoryview(line + b"\n")
-                while left:
-                    left = left[os.write(file, left) :]
-            finally:
-                os.close(file)
+            _write(self._path(response_id), line + b"\n", flags)
         except OSError as error:
-            if flags & os.O_CREAT:  # half of a request is of no use; half of an end is left out
-                with suppress(OSError):
-                    self.delete(response_id)
-            self._on_failure()
-            logger.error("%s is served without the journal: %s", response_id, error)
+            if not flags & os.O_CREAT and isinstance(error, FileNotFoundError):
+                return  # deleted, expired, or it could not be written before
+            with suppress(OSError):  # a part of a record is of no use: events would get other numbers
+                self.delete(response_id)
+            self._failed(response_id, error)
+
+    def _failed(self, response_id: str, error: OSError) -> None:
+        self._on_failure()
+        logger.error("%s is served without the journal: %s", response_id, error)
 
 
 class NoJournal(ResponseJournal):
@@ -129,7 +168,13 @@ class NoJournal(ResponseJournal):
     def open(self, entry: JournalEntry) -> None:
         return None
 
-    def finish(self, response_id: str, stored: StoredResponse) -> None:
+    def record(self, response_id: str, known: Iterable[Line] = ()) -> Record:
+        return Record()
+
+    def finish(self, response_id: str, response: Response, events: Sequence[bytes]) -> None:
+        return None
+
+    def events(self, response_id: str) -> list[bytes] | None:
         return None
 
     def expire(self, response_id: str) -> None:
@@ -138,7 +183,7 @@ class NoJournal(ResponseJournal):
     def delete(self, response_id: str) -> None:
         return None
 
-    def read(self) -> list[tuple[JournalEntry, StoredResponse | None]]:
+    def read(self) -> list[Journaled]:
         return []
 
 
@@ -147,12 +192,33 @@ def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def _parsed(content: bytes) -> tuple[JournalEntry, StoredResponse | None]:
+def _write(path: Path, content: bytes, flags: int) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(file, left) :]
+    finally:
+        os.close(file)
+
+
+def _parsed(content: bytes) -> Journaled:
     lines = content.split(b"\n")[:-1]  # what follows the last line break is torn
     if not lines:
         raise msgspec.DecodeError("it is empty")
     entry = msgspec.json.decode(lines[0], type=JournalEntry)
-    if len(lines) == 1:
-        return entry, None
-    end = msgspec.json.decode(lines[-1], type=_End)
-    return entry, StoredResponse(end.response, end.context, end.input, owner=entry.owner)
+    said: list[Line] = []
+    for line in lines[1:]:
+        try:
+            found = _LINES.decode(line)
+        except msgspec.MsgspecError as error:
+            logger.warning("the journal of %s ends with a line that cannot be read: %s", entry.response_id, error)
+            break
+        if isinstance(found, _End):
+            stored = StoredResponse(found.response, entry.context, entry.input, owner=entry.owner)
+            return Journaled(entry, [], stored)
+        said.append(found)
+    return Journaled(entry, said, None)
+
+
+_LINES: msgspec.json.Decoder[Line | _End] = msgspec.json.Decoder(Line | _End)

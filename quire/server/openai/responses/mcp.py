@@ -19,6 +19,7 @@ from quire.server.openai.responses.protocol import (
     McpProtocolError,
     McpToolInfo,
 )
+from quire.server.openai.responses.record import Record
 from quire.server.tool_servers import RemoteTool, ToolServers
 from quire.types.errors import RequestError
 from quire.utils.log import get_logger
@@ -119,11 +120,18 @@ def _listing(label: str, definition: Mapping[str, Any], tools: list[RemoteTool],
 
 
 async def run_calls(
-    servers: ToolServers, events: ResponseEvents, calls: Sequence[tuple[int, McpCallItem]], most: int | None
+    servers: ToolServers,
+    events: ResponseEvents,
+    calls: Sequence[tuple[int, McpCallItem]],
+    most: int | None,
+    record: Record,
 ) -> AsyncGenerator[list[Event], None]:
-    """Run at most `most` of the waiting calls concurrently, and yield the events of their results in order."""
+    """Run at most `most` of the waiting calls concurrently, and yield the events of their results in order.
+
+    Calls whose results are recorded are not made again.
+    """
     made = calls if most is None else calls[:most]
-    tasks = [asyncio.create_task(_call(servers, item)) for _, item in made]
+    tasks = [asyncio.create_task(_result(servers, index, item, record)) for index, item in made]
     try:
         for (index, _), task in zip(made, tasks, strict=True):
             result = await task
@@ -137,6 +145,14 @@ async def run_calls(
         await asyncio.gather(*tasks, return_exceptions=True)
     for index, _ in calls[len(made) :]:
         yield events.call_result(index, error=McpProtocolError(TOO_MANY))
+
+
+async def _result(servers: ToolServers, index: int, item: McpCallItem, record: Record) -> str | McpError:
+    result = record.called(index)
+    if result is None:
+        result = await _call(servers, item)
+        record.add_result(index, result)
+    return result
 
 
 async def _call(servers: ToolServers, item: McpCallItem) -> str | McpError:

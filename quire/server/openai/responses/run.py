@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from msgspec import UNSET
 
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece, FinishReason
-from quire.server.conversation.blocks import BlockReader
+from quire.server.conversation.blocks import BlockEvent, BlockReader
 from quire.server.errors import failure_of, responses_code
 from quire.server.generation.run import run
 from quire.server.generation.usage import UsageCounter
@@ -30,6 +31,7 @@ from quire.server.openai.responses.protocol import (
     ResponseError,
     ResponseUsage,
 )
+from quire.server.openai.responses.record import Record, token_ids_of
 from quire.types.errors import QuireError
 from quire.types.outputs import RequestOutput
 
@@ -72,15 +74,18 @@ def fail(plan: Plan, error: QuireError) -> Event:
     return plan.events.end()
 
 
-async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
+async def run_response(
+    context: ServerContext, plan: Plan, record: Record | None = None
+) -> AsyncGenerator[list[Event], None]:
     """Yield lists of events as they come; the first list is empty, when the engine has the request.
 
-    Another turn follows as long as the model calls only tools of tool servers.
+    What is on record is said again, and the rest is added to it. Another turn follows as long as the model calls only
+    tools of tool servers.
     """
-    tally = Tally()
+    tally, record = Tally(), record or Record()
     turn, number = plan.first, 0
     while True:
-        async with aclosing(_run_turn(context, plan, turn, tally)) as batches:
+        async with aclosing(_run_turn(context, plan, turn, number, tally, record)) as batches:
             async for events in batches:
                 yield events
         waiting = plan.events.waiting_calls()
@@ -90,7 +95,7 @@ async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[lis
             break
         most = plan.response.max_tool_calls
         left = None if most is None else max(0, most - tally.calls)
-        async with aclosing(run_calls(context.tool_servers, plan.events, waiting, left)) as results:
+        async with aclosing(run_calls(context.tool_servers, plan.events, waiting, left, record)) as results:
             async for events in results:
                 yield events
         tally.calls += len(waiting)
@@ -110,28 +115,62 @@ async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[lis
 
 
 async def _run_turn(
-    context: ServerContext, plan: Plan, turn: Turn, tally: Tally
+    context: ServerContext, plan: Plan, turn: Turn, number: int, tally: Tally, record: Record
 ) -> AsyncGenerator[list[Event], None]:
     reader, blocks = turn.prepared.reader(), BlockReader()
+    logprobs = LogprobsToTell(plan, turn)
     raw = RawTurn(context, plan.response) if plan.maker.body.enable_response_messages else None
-    async with aclosing(run(context, turn.generation)) as outputs:
+    async with aclosing(_outputs(context, record, turn, number)) as outputs:
         await anext(outputs)
         if turn is plan.first:
             yield []
-        async for _, output in outputs:
+        async for output, is_new in outputs:
             events = [] if plan.events.has_begun else begin(plan)
             if raw is not None:
                 raw.add(output)
             tally.usage.add(output)
-            for piece in reader.read(output):
+            pieces = reader.read(output)
+            if is_new:
+                record.add(number, output, pieces)
+            for piece in pieces:
                 found = blocks.read(piece.events)
                 if piece.finish_reason is not None:
                     found += blocks.finish(cut_short=piece.finish_reason == "length")
                     tally.finish = piece.finish_reason
                     plan.response.schema_check = piece.schema_report or UNSET
-                events += plan.events.blocks(found, _logprobs(plan, turn, piece))
+                events += plan.events.blocks(found, logprobs.of(piece, found))
             if events:
                 yield events
+
+
+async def _outputs(
+    context: ServerContext, record: Record, turn: Turn, number: int
+) -> AsyncGenerator[tuple[RequestOutput, bool], None]:
+    """Yield the outputs of a turn, like `run`, and whether each is new: the others are those on record.
+
+    The engine gets the tokens that are on record, and goes on after them.
+    """
+    generation, known = turn.generation, record.said(number)
+    if known and known[-1].finish_reason is not None:
+        request = await context.provider.engine.prepare(
+            generation.prompts[0], generation.params, add_special_tokens=generation.add_special_tokens
+        )
+        ids = generation.ids.engine
+        announced = RequestOutput(ids, request.prompt, request.prompt_token_ids, [], finished=False)
+        yield announced, False
+        for said in known:
+            yield said.output(announced), False
+        return
+    generation = dataclasses.replace(generation, given_token_ids=token_ids_of(known))
+    async with aclosing(run(context, generation)) as outputs:
+        _, announced = await anext(outputs)
+        yield announced, False
+        for said in known:
+            yield said.output(announced), False
+        async for _, output in outputs:
+            # Of the prefix, what the first engine found is told.
+            cached = known[-1].num_cached_tokens if known else output.num_cached_tokens
+            yield msgspec.structs.replace(output, num_cached_tokens=cached), True
 
 
 class RawTurn:
@@ -183,7 +222,18 @@ def _finish(response: Response, tally: Tally) -> None:
         response.status = "completed"
 
 
-def _logprobs(plan: Plan, turn: Turn, piece: ChoicePiece) -> list[ChatLogprob] | None:
-    if plan.formatter is None or piece.logprobs is None:
-        return None
-    return plan.formatter.chat(piece.logprobs, turn.generation.params.logprobs or 0).content
+class LogprobsToTell:
+    """Log-probabilities of a turn's text; those of a token without text of its own come with the text behind it."""
+
+    def __init__(self, plan: Plan, turn: Turn) -> None:
+        self._formatter = plan.formatter
+        self._num_top = turn.generation.params.logprobs or 0
+        self._held: list[ChatLogprob] = []
+
+    def of(self, piece: ChoicePiece, blocks: Sequence[BlockEvent]) -> list[ChatLogprob] | None:
+        """What is to be told with the blocks that a piece became."""
+        if self._formatter is None or piece.logprobs is None:
+            return None
+        told = self._held + (self._formatter.chat(piece.logprobs, self._num_top).content or [])
+        self._held = [] if blocks else told
+        return told

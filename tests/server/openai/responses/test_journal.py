@@ -207,11 +207,11 @@ def test_torn_and_old_files_are_left_out(tmp_path: Path) -> None:
     failures: list[int] = []
     journal = ResponseJournal(tmp_path, 100.0, lambda: failures.append(1))
     for number in range(3):
-        journal.open(JournalEntry(f"resp_{number}", "", None, number, {"input": "Q"}))
-    assert [entry.response_id for entry, _ in journal.read()] == ["resp_0", "resp_1", "resp_2"]
+        journal.open(JournalEntry(f"resp_{number}", "", None, number, {"input": "Q"}, [], []))
+    assert [found.entry.response_id for found in journal.read()] == ["resp_0", "resp_1", "resp_2"]
     torn, old = (journal._path(name) for name in ("resp_0", "resp_1"))
     torn.write_bytes(torn.read_bytes()[:-4])
     os.utime(old, (1.0, 1.0))
-    assert [entry.response_id for entry, _ in journal.read()] == ["resp_2"]
+    assert [found.entry.response_id for found in journal.read()] == ["resp_2"]
     assert not old.exists()
     assert not failures
