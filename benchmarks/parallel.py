@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from router_loads import BLOCK, BLOCKS, CHOICES, REPLICAS, Cache, conversations, waits
+from router_loads import BLOCK, BLOCKS, CHOICES, REPLICAS, Cache, conversations, names, routed_hits, waits
 
 from quire import LLM, SamplingParams
 from quire.bench.report import environment, write_report
@@ -54,22 +54,12 @@ SHAPE = {
 
 def router_rows() -> dict[str, float]:
     prompts = conversations(6000)
-    router, caches, big = Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(4)], Cache(4 * BLOCKS)
-    running: list[tuple[int, int]] = []
-    hits = most = 0
-    for prompt in prompts:
-        names = router.names(prompt)
-        running.append(router.choose(names, len(prompt)))
-        hits += caches[running[-1][0]].take(names)
-        most += big.take(names)
-        if len(running) > 16:
-            router.finish(*running.pop(0))
-    rates = []
+    hits, most, rates = 0, 0, []
     for _ in range(5):
-        router, begin = Router(REPLICAS, BLOCK, BLOCKS), time.thread_time()
-        for prompt in prompts:
-            router.finish(*router.choose(router.names(prompt), len(prompt)))
-        rates.append(len(prompts) / (time.thread_time() - begin))
+        hits, seconds = routed_hits(prompts)
+        rates.append(len(prompts) / seconds)
+    big = Cache(4 * BLOCKS)
+    most = sum(big.take(names(prompt))[0] for prompt in prompts)
     at = len(prompts) * 99 // 100
     routed, blind, oracle = (waits(prompts, choice)[at] for choice in CHOICES)
     return {

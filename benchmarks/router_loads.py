@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from typing import Literal
 
-from quire.engine.router import Router
+from quire.engine.router import Router, Ticket
+from quire.kv.hashing import HashChain
+from quire.kv.stream import block_names
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
 
 BLOCK, REPLICAS, BLOCKS = 16, 4, 3000  # tokens of a block; blocks of each replica
+_PARAMS = SamplingParams()
 
 
 def conversations(count: int) -> list[list[int]]:
@@ -27,6 +33,13 @@ def conversations(count: int) -> list[list[int]]:
     return prompts
 
 
+def names(prompt: list[int]) -> list[int]:
+    """What the router calls a prompt's full blocks, made as for a request."""
+    chain = HashChain(EngineRequest(request_id="", token_ids=prompt, params=_PARAMS), BLOCK)
+    chain.extend(prompt, len(prompt))
+    return block_names(chain.hashes)
+
+
 class Cache:
     """What a replica's KV blocks really hold, least recently used first."""
 
@@ -37,15 +50,39 @@ class Cache:
         """Blocks of a prompt's beginning that are held."""
         return next((index for index, name in enumerate(names) if name not in self.held), len(names))
 
-    def take(self, names: list[int]) -> int:
-        """The hit of a prompt, in blocks; it is held afterwards."""
-        hit = self.hit(names)
+    def take(self, names: list[int]) -> tuple[int, list[int]]:
+        """The hit of a prompt, in blocks, and what is evicted for it; it is held afterwards."""
+        hit, evicted = self.hit(names), []
         for name in reversed(names):
             self.held[name] = None
             self.held.move_to_end(name)
         while len(self.held) > self.capacity:
-            self.held.popitem(last=False)
-        return hit
+            evicted.append(self.held.popitem(last=False)[0])
+        return hit, evicted
+
+
+def routed_hits(prompts: list[list[int]]) -> tuple[int, float]:
+    """Blocks that routed prompts find cached, 16 of them running at a time, and the router's seconds of CPU time.
+
+    Those are for naming blocks, choosing, hearing what the replicas have cached and evicted, and forgetting requests.
+    """
+    router, caches = Router(REPLICAS, BLOCK), [Cache(BLOCKS) for _ in range(REPLICAS)]
+    running: deque[Ticket] = deque()
+    hits, spent = 0, 0.0
+    for prompt in prompts:
+        begin = time.thread_time()
+        blocks = names(prompt)
+        running.append(router.choose(blocks, len(prompt)))
+        spent += time.thread_time() - begin
+        replica = running[-1].replica
+        hit, evicted = caches[replica].take(blocks)
+        hits += hit
+        begin = time.thread_time()
+        router.update(replica, blocks[hit:], evicted, is_all=False)
+        if len(running) > 16:
+            router.finish(running.popleft())
+        spent += time.thread_time() - begin
+    return hits, spent
 
 
 Choice = Literal["router", "least loaded", "oracle"]
@@ -57,23 +94,26 @@ def waits(prompts: list[list[int]], choice: Choice) -> list[float]:
     second, sorted.
 
     "least loaded": the replica that is free first, whatever it holds. "oracle": the one that is done first. Both know
-    times exactly, and the oracle what each cache really holds; the router knows what it has sent.
+    times exactly, and the oracle what each cache will hold; the router knows what it has sent and what caches tell.
     """
-    rng, router, caches = random.Random(1), Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(REPLICAS)]
+    rng, router, caches = random.Random(1), Router(REPLICAS, BLOCK), [Cache(BLOCKS) for _ in range(REPLICAS)]
     free, now, found = [0.0] * REPLICAS, 0.0, []
-    ends: list[tuple[float, int, int]] = []
+    ends: list[tuple[float, int, Ticket]] = []
     for prompt in prompts:
         now += rng.expovariate(60.0)
         while ends and ends[0][0] <= now:
-            router.finish(*heapq.heappop(ends)[1:])
-        names, work = router.names(prompt), 0
+            router.finish(heapq.heappop(ends)[2])
+        blocks, ticket = names(prompt), Ticket()
         if choice == "router":
-            replica, work = router.choose(names, len(prompt))
+            ticket = router.choose(blocks, len(prompt))
+            replica = ticket.replica
         else:
-            left = [len(prompt) - BLOCK * (cache.hit(names) if choice == "oracle" else 0) for cache in caches]
+            left = [len(prompt) - BLOCK * (cache.hit(blocks) if choice == "oracle" else 0) for cache in caches]
             replica = min(range(REPLICAS), key=lambda index: max(now, free[index]) + left[index] / 4000)
-        free[replica] = max(now, free[replica]) + (len(prompt) - BLOCK * caches[replica].take(names) + 64) / 4000
+        hit, evicted = caches[replica].take(blocks)
+        free[replica] = max(now, free[replica]) + (len(prompt) - BLOCK * hit + 64) / 4000
         found.append(free[replica] - now)
         if choice == "router":
-            heapq.heappush(ends, (free[replica], replica, work))
+            router.update(replica, blocks, evicted, is_all=False)
+            heapq.heappush(ends, (free[replica], len(found), ticket))
     return sorted(found)

@@ -72,6 +72,7 @@ def build_engine(
         takes_adapters=config.lora.enable_lora,
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        releases_blocks=any(group.rule(1).releases for group in ledger.layout.groups),
     )
     return core, info, debug_checks()
 

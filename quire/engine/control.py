@@ -40,6 +40,9 @@ class Verb:
 RESET_PREFIX_CACHE = Verb(lambda core, _: core.scheduler.reset_prefix_cache())
 """Forget all cached blocks that nobody uses."""
 
+WATCH_CACHE = Verb(lambda core, _: core.watch_cache())
+"""Tell with the outputs, from now on, which blocks are cached and evicted."""
+
 SET_VOCABULARY = Verb(lambda core, vocabulary: core.constraints.set_vocabulary(vocabulary), Vocabulary)
 """Say what the tokens stand for; comes before the first request with a grammar."""
 
@@ -48,6 +51,7 @@ VERBS: Registry[Verb] = Registry(
     "quire.engine",
     {
         "reset_prefix_cache": "control:RESET_PREFIX_CACHE",
+        "watch_cache": "control:WATCH_CACHE",
         "set_vocabulary": "control:SET_VOCABULARY",
         "console": "recorder:CONSOLE",
         "read_adapter": "adapters:READ_ADAPTER",

@@ -12,6 +12,7 @@ from quire.engine.constraints import Constraints
 from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
+from quire.kv.stream import CacheStream, NoStream
 from quire.sched.scheduler import Scheduler
 from quire.sched.state import InFlight
 from quire.types.console import Memory
@@ -40,6 +41,7 @@ class EngineCore:
         """`conditions` is what requests may have to wait for, besides their grammars; `memory` is for the console."""
         self.log = log
         self.watch: StepLog = NO_LOG  # hears of results once they are applied, while somebody looks at the console
+        self.cache_stream = NoStream()
         self.memory = memory or Memory()
         self.scheduler = scheduler
         self.executor = executor
@@ -102,6 +104,10 @@ class EngineCore:
 
     def stats(self, step_time: float = 0.0) -> EngineStats:
         return self.scheduler.stats(num_parked=len(self.parked) + self.hold.num_late, step_time=step_time)
+
+    def watch_cache(self) -> None:
+        """Have a stream of what is cached from now on; it begins with all that is."""
+        self.cache_stream = CacheStream(self.scheduler.kv)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the parts disagree. Slow: for tests."""

@@ -73,12 +73,13 @@ class EngineLoop:
         if not self.has_work() and self.has_unfinished():
             self.wait()
         if not self.take_messages() and not self._core.has_work():
-            return EngineOutputs([])  # nothing but commands came, which change no queue
+            return EngineOutputs([], cached=self._core.cache_stream.take())  # commands alone change no queue
         self._quiet = self._quiet_after
         outputs = self._core.step()
         answers, self._answers = self._answers, []
-        if answers:
-            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats)
+        cached = self._core.cache_stream.take()
+        if answers or cached is not None:
+            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats, cached)
         if self._debug_checks and not self._core.has_work():
             self._core.check_integrity()
         return outputs

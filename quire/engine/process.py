@@ -202,7 +202,7 @@ class EngineProcess:
         """Every step is sent, also one without outputs (a chunk of a long prompt): it shows that the engine lives."""
         while loop.wait():
             outputs = loop.run_once()
-            if outputs.stats is not None:  # else nothing but commands came
+            if outputs.stats is not None or outputs.cached is not None:  # else nothing but commands came
                 self._sender.send(outputs)
         loop.shutdown()
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from quire.engine.control import Verb
 from quire.engine.step_log import NO_LOG, StepLog
-from quire.kv.block_pool import NullEventSink
 from quire.kv.view import EvictedHashes, PoolMap, prefix_tree
 from quire.sched.request import Request
 from quire.sched.view import MOST_WAITING, request_views
@@ -43,7 +42,7 @@ class Recorder(StepLog):
         self._misses: Counter[str] = Counter()
         self._evicted = EvictedHashes()
         kv = core.scheduler.kv
-        kv.listen(self._evicted)
+        kv.events.append(self._evicted)
         self._maps = [(pool, PoolMap(pool)) for pool in kv.pools]
         self._num_looks = 0
         self._next_owner = 0
@@ -71,7 +70,7 @@ class Recorder(StepLog):
         )
 
     def stop(self) -> None:
-        self._core.scheduler.kv.listen(NullEventSink())
+        self._core.scheduler.kv.events.remove(self._evicted)
 
     def view(self, query: ConsoleQuery) -> EngineView:
         self._note_owners()

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -24,9 +24,11 @@ from quire.engine.client import AsyncClient
 from quire.engine.control import REPLY_LIMIT
 from quire.engine.journal import Entry, Trials, without_known_logprobs
 from quire.engine.resuming import refused_output
-from quire.engine.router import Router
+from quire.engine.router import Router, Ticket
 from quire.engine.warming import Told, warm_up
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
+from quire.kv.hashing import HashChain
+from quire.kv.stream import block_names, read_names
 from quire.types.console import joined
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.messages import EngineInfo
@@ -36,7 +38,6 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-_EMPTYING = ("reset_prefix_cache", "sleep", "update_weights")  # verbs after which no cached prefix is left
 _BACKOFF, _MOST_BACKOFF = 0.5, 30.0  # seconds before a replica is launched again, doubled with each death in a row
 
 
@@ -73,8 +74,12 @@ class _Open:
     """A request that has not ended."""
 
     entry: Entry
-    replica: int = -1  # -1: none has it
-    work: int = 0  # that the router counts for it
+    ticket: Ticket = field(default_factory=Ticket)
+
+    @property
+    def replica(self) -> int:
+        """-1: none has it."""
+        return self.ticket.replica
 
 
 class ReplicaClient(AsyncClient):
@@ -88,7 +93,8 @@ class ReplicaClient(AsyncClient):
         self._num_wanted = num_replicas
         self._readers: dict[int, asyncio.Future[None]] = {}
         self._resizing: asyncio.Future[None] | None = None
-        self._router = Router(num_replicas, 1, 1)
+        self._router = Router(num_replicas, 1)
+        self._weights = ""  # digest of those that replicas have cached prefixes of
         self._open: dict[str, _Open] = {}
         self._trials = Trials()
         self._trial_replica = -1  # where suspects run and nobody else is sent; -1: none
@@ -126,7 +132,8 @@ class ReplicaClient(AsyncClient):
             info = await client.wait_ready_async()
             if index == 0:
                 self.info, self.start_phases = info, client.start_phases
-                self._router = Router(len(self._clients), info.block_size, info.num_kv_blocks)
+                self._router = Router(len(self._clients), info.block_size, releases_blocks=info.releases_blocks)
+            await client.call_async("watch_cache")
             logger.info("replica %d is ready in engine process %d", index, client.pid)
             self._readers[index] = self._spawn(self._read(index, client))
         return self.info
@@ -180,9 +187,6 @@ class ReplicaClient(AsyncClient):
         if not living:
             raise EngineDeadError("no replica lives")
         replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
-        if verb in _EMPTYING:
-            for index in range(len(self._clients)):
-                self._router.reset(index)
         return one_reply(verb, replies)
 
     def has_unfinished(self) -> bool:
@@ -317,10 +321,9 @@ class ReplicaClient(AsyncClient):
         if entry.is_suspect:
             if self._trial_replica < 0 or entry not in self._trials.running:
                 return
-            opened.replica, opened.work = self._trial_replica, 0
+            opened.ticket = Ticket(self._trial_replica)
         elif self._router.is_open:
-            names = self._names(request)
-            opened.replica, opened.work = self._router.choose(names, len(request.token_ids), request.session)
+            opened.ticket = self._router.choose(self._names(request), len(request.token_ids), request.session)
         else:
             return
         entry.has_progressed = False
@@ -332,8 +335,9 @@ class ReplicaClient(AsyncClient):
             logger.debug("replica %d is dead, which will be heard of", opened.replica)
 
     def _names(self, request: EngineRequest) -> list[int]:
-        adapter = None if request.adapter is None else request.adapter.digest
-        return self._router.names(request.token_ids, hash((request.cache_salt, adapter)))
+        chain = HashChain(request, self.info.block_size, self._weights)
+        chain.extend(request.token_ids, len(request.token_ids))
+        return block_names(chain.hashes)
 
     def _submit_waiting(self) -> None:
         for opened in list(self._open.values()):
@@ -348,10 +352,14 @@ class ReplicaClient(AsyncClient):
             except EngineError as error:
                 await self._replace(index, client, error)
                 return
-            self._take(index, batch.outputs, batch.stats)
+            self._take(index, batch)
 
-    def _take(self, index: int, outputs: list[EngineOutput], step: EngineStats | None) -> None:
-        known = [output for output in outputs if self._is_of(index, output)]
+    def _take(self, index: int, batch: EngineOutputs) -> None:
+        if (changes := batch.cached) is not None:
+            self._weights = self._weights if changes.weights is None else changes.weights
+            stored, evicted = read_names(changes.stored), read_names(changes.evicted)
+            self._router.update(index, stored, evicted, is_all=changes.weights is not None)
+        step, known = batch.stats, [output for output in batch.outputs if self._is_of(index, output)]
         for position, output in enumerate(known):
             known[position] = self._note(index, output)
         if self._trial_replica >= 0:
@@ -376,13 +384,12 @@ class ReplicaClient(AsyncClient):
             self._deaths[index] = 0
             if not entry.has_progressed:
                 entry.has_progressed = True
+                self._router.computed(opened.ticket)
                 self._trials.acquit(entry)
         if output.prompt_logprobs:
             output = without_known_logprobs(entry, output)
         if output.finish_reason is not None or output.error is not None:
-            self._router.finish(index, opened.work)
-            if entry.token_ids:  # the next turn of a conversation begins with what was generated
-                self._router.hold(index, self._names(entry.resumed()))
+            self._router.finish(opened.ticket)
             self._close(output.request_id)
         return output
 
@@ -431,7 +438,7 @@ class ReplicaClient(AsyncClient):
 
     def _lose(self, index: int, client: ZmqClient) -> list[_Open]:
         """Forget a replica that is gone; the requests that it had, which none has now."""
-        self._take(index, client.take_received(), None)
+        self._take(index, EngineOutputs(client.take_received()))
         since_start = {name: getattr(client.stats, name) for name in SINCE_START}
         self._past = sum_stats([self._past, EngineStats(**since_start)])
         client.shutdown()
@@ -441,7 +448,7 @@ class ReplicaClient(AsyncClient):
         self._router.close(index, is_lost=True)
         moved = [opened for opened in self._open.values() if opened.replica == index]
         for opened in moved:
-            opened.replica, opened.entry.num_to_skip = -1, opened.entry.num_prompt_logprobs
+            opened.ticket, opened.entry.num_to_skip = Ticket(), opened.entry.num_prompt_logprobs
         return moved
 
     async def _relaunch(self, index: int) -> None:
@@ -465,6 +472,7 @@ class ReplicaClient(AsyncClient):
         try:
             await client.wait_ready_async()
             await warm_up(client, self._told, next(iter(self.parts), None))
+            await client.call_async("watch_cache")
         except BaseException:
             client.shutdown()
             raise

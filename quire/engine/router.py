@@ -1,26 +1,38 @@
 """Router: which replica a request goes to. Knows prefixes and loads, not processes.
 
 A request goes where it would be done first: each replica has work before it, and would have to compute those tokens
-of the prompt that it does not hold. What a replica holds is what was sent and generated there, as far as its KV
-blocks reach. Requests of one session stay in one replica unless that has much more to do than another.
+of the prompt that it does not hold. A replica holds the blocks that it says it has cached, and those of prompts that
+were sent there and are not computed yet. Requests of one session stay in one replica unless that has much more to do
+than another.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 DECODE_WEIGHT = 32  # prompt tokens that a running request counts for: what it delays others by while it decodes
 STICKY_TOKENS = 4096  # prompt tokens of work by which a session's replica may be behind before the session moves
 _MOST_SESSIONS = 1 << 16  # that are remembered
 
 
+@dataclass(slots=True)
+class Ticket:
+    """What a request is to the router while it runs."""
+
+    replica: int = -1  # -1: none has it
+    work: int = 0  # that the load of its replica has grown by
+    coming: Sequence[int] = ()  # blocks that the replica will have once the prompt is computed
+
+
 class Router:
-    def __init__(self, num_replicas: int, block_size: int, blocks_per_replica: int) -> None:
-        self._block_size, self._capacity = block_size, blocks_per_replica
+    def __init__(self, num_replicas: int, block_size: int, *, releases_blocks: bool = False) -> None:
+        """`releases_blocks`: layers see a window or keep a state, so a hit needs its last blocks alone."""
+        self._block_size, self._by_last = block_size, releases_blocks
         self._holders: dict[int, int] = {}  # block's name -> bit mask of the replicas that hold it
-        self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]  # least recent first
+        self._cached: list[set[int]] = [set() for _ in range(num_replicas)]  # as each has told
+        self._coming: list[Counter[int]] = [Counter() for _ in range(num_replicas)]  # for how many tickets
         self._homes: OrderedDict[int, int] = OrderedDict()  # session -> its replica, least recent first
         self.loads = [0] * num_replicas
         self._closed = [False] * num_replicas
@@ -30,20 +42,8 @@ class Router:
         """Whether any replica takes requests."""
         return not all(self._closed)
 
-    def names(self, token_ids: Sequence[int], root: int = 0) -> list[int]:
-        """Names of a prompt's full blocks, each for itself and all before it. They collide seldom, which costs a hit.
-
-        `root` stands for what else decides about sharing: a salt, an adapter.
-        """
-        size, name, found = 4 * self._block_size, root, []
-        packed = array("I", token_ids).tobytes()
-        for start in range(0, len(packed) - size + 1, size):
-            name = hash((name, packed[start : start + size]))
-            found.append(name)
-        return found
-
-    def choose(self, names: Sequence[int], num_tokens: int, session: int = 0) -> tuple[int, int]:
-        """(replica, what its load grows by) for a prompt of `num_tokens` with these blocks; it then holds them.
+    def choose(self, names: Sequence[int], num_tokens: int, session: int = 0) -> Ticket:
+        """Where a prompt of `num_tokens` with these blocks goes; the replica's load has grown by it.
 
         `session` stands for a conversation, or what else is to stay together; 0: nothing. Some replica must be open.
         """
@@ -57,53 +57,80 @@ class Router:
             if best < 0 or end < least:
                 best, least = replica, end
         assert best >= 0, "every replica is closed"
-        work = num_tokens - counts[best] * size + DECODE_WEIGHT
-        self.loads[best] += work
-        self.hold(best, names)
+        ticket = Ticket(best, num_tokens - counts[best] * size + DECODE_WEIGHT, names[counts[best] :])
+        self.loads[best] += ticket.work
+        self._hold(best, ticket.coming)
+        self._coming[best].update(ticket.coming)
         if session:
             self._homes[session] = best
             if len(self._homes) > _MOST_SESSIONS:
                 self._homes.popitem(last=False)
-        return best, work
+        return ticket
+
+    def computed(self, ticket: Ticket) -> None:
+        """The prompt is computed, or never will be: what is cached of it, the replica has told."""
+        coming = self._coming[ticket.replica]
+        for name in ticket.coming:
+            if coming[name] > 1:
+                coming[name] -= 1
+            else:
+                del coming[name]
+                if name not in self._cached[ticket.replica]:
+                    self._forget(name, ticket.replica)
+        ticket.coming = ()
+
+    def finish(self, ticket: Ticket) -> None:
+        """A request has ended."""
+        self.computed(ticket)
+        self.loads[ticket.replica] -= ticket.work
+
+    def update(self, replica: int, stored: Iterable[int], evicted: Iterable[int], *, is_all: bool) -> None:
+        """A replica has cached and evicted blocks; with `is_all`, it has cached those that are stored alone."""
+        cached, coming = self._cached[replica], self._coming[replica]
+        if is_all:
+            evicted = cached.difference(stored)
+        self._hold(replica, stored)
+        cached.update(stored)
+        cached.difference_update(evicted)
+        for name in evicted:
+            if name not in coming:
+                self._forget(name, replica)
 
     def add(self) -> None:
         """One more replica, which is closed."""
-        self._held.append(OrderedDict())
+        self._cached.append(set())
+        self._coming.append(Counter())
         self.loads.append(0)
         self._closed.append(True)
 
     def drop(self) -> None:
         """The last replica is no more."""
         self.close(len(self.loads) - 1, is_lost=True)
-        for column in (self._held, self.loads, self._closed):
+        for column in (self._cached, self._coming, self.loads, self._closed):
             column.pop()
-
-    def finish(self, replica: int, work: int) -> None:
-        """A request that its load had grown by has ended."""
-        self.loads[replica] -= work
 
     def close(self, replica: int, *, is_lost: bool) -> None:
         """No request goes there any more. One that is lost holds nothing afterwards, and has no load."""
         self._closed[replica] = True
         if is_lost:
-            self.reset(replica)
-            self.loads[replica] = 0
-
-    def reset(self, replica: int) -> None:
-        """Its cache is empty."""
-        bit = ~(1 << replica)
-        for name in self._held[replica]:
-            self._forget(name, bit)
-        self._held[replica].clear()
+            for name in self._cached[replica] | self._coming[replica].keys():
+                self._forget(name, replica)
+            self._cached[replica], self._coming[replica], self.loads[replica] = set(), Counter(), 0
 
     def open(self, replica: int) -> None:
         self._closed[replica] = False
 
     def _hits(self, names: Sequence[int]) -> list[int]:
-        """Of each replica, the number of blocks that it holds of this prompt's beginning."""
+        """Of each replica, the number of blocks that it need not compute of this prompt's beginning."""
         counts = [0] * len(self.loads)
         mask, depth = (1 << len(counts)) - 1, 0
         holders = self._holders
+        if self._by_last:
+            for depth, name in enumerate(names, 1):
+                if name in holders:
+                    held = holders[name]
+                    counts = [depth if held >> replica & 1 else count for replica, count in enumerate(counts)]
+            return counts
         for name in names:
             held = holders.get(name, 0) & mask
             if held != mask:
@@ -120,21 +147,12 @@ class Router:
                 counts[replica] = depth
         return counts
 
-    def hold(self, replica: int, names: Sequence[int]) -> None:
-        """A replica has these blocks in its cache, of a prompt or of what was generated behind it."""
-        held, holders, bit = self._held[replica], self._holders, 1 << replica
-        for name in reversed(names):  # the beginnings of prompts stay longest, as in the KV cache
-            if name in held:
-                held.move_to_end(name)
-            else:
-                held[name] = None
-                holders[name] = holders.get(name, 0) | bit
-        while len(held) > self._capacity:
-            self._forget(held.popitem(last=False)[0], ~bit)
+    def _hold(self, replica: int, names: Iterable[int]) -> None:
+        holders, bit = self._holders, 1 << replica
+        for name in names:
+            holders[name] = holders.get(name, 0) | bit
 
-    def _forget(self, name: int, others: int) -> None:
-        left = self._holders[name] & others
+    def _forget(self, name: int, replica: int) -> None:
+        left = self._holders.pop(name, 0) & ~(1 << replica)
         if left:
             self._holders[name] = left
-        else:
-            del self._holders[name]

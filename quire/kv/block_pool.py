@@ -8,13 +8,13 @@ are appended and so are evicted least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.types.errors import ConfigError
 
 
-class NullEventSink:
-    """Nobody listens. Called on the scheduler's thread, so one that does must be quick and must not block."""
+class EventSink:
+    """One who listens. Called on the scheduler's thread, so it must be quick and must not block."""
 
     def stored(self, group: int, block_hash: bytes, block_id: int) -> None:
         """A full block can be found by its hash from now on."""
@@ -43,13 +43,13 @@ class Block:
 class BlockPool:
     """`num_blocks` counts block 0, the null block, which is never handed out and never freed."""
 
-    def __init__(self, num_blocks: int, num_groups: int, events: NullEventSink | None = None) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, events: Sequence[EventSink] = ()) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks} but must be at least 2: block 0 is the null block")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
-        self.events = events if events is not None else NullEventSink()
+        self.events = events
         # The sentinel closes the list into a ring: next_free is the head, prev_free the tail.
         self._ring = ring = Block(-1)
         for before, block in zip([ring, *self.blocks[1:]], [*self.blocks[1:], ring], strict=True):
@@ -138,7 +138,8 @@ class BlockPool:
         block.block_hash = block_hash
         block.parent_hash = parent_hash
         block.group = group
-        self.events.stored(group, block_hash, block.id)
+        for sink in self.events:
+            sink.stored(group, block_hash, block.id)
 
     def forget_free(self) -> None:
         """Forget the cached content of all blocks that nobody uses; they are handed out before untouched ones."""
@@ -176,4 +177,5 @@ class BlockPool:
         assert block_hash is not None
         del self.cached[block.group][block_hash]
         block.block_hash = None
-        self.events.evicted(block.group, block_hash, block.id)
+        for sink in self.events:
+            sink.evicted(block.group, block_hash, block.id)

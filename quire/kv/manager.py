@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
-from quire.kv.block_pool import Block, BlockPool, NullEventSink
+from quire.kv.block_pool import Block, BlockPool, EventSink
 from quire.kv.deltas import BlockDeltas
 from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
@@ -88,14 +88,14 @@ class KVCacheManager:
         layout: KVLayout,
         num_blocks: int | Sequence[int],
         enable_prefix_caching: bool = True,
-        events: NullEventSink | None = None,
     ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.weights = ""  # digest of those that blocks are computed with, once they are others than at the start
         counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
-        pools = [BlockPool(count, len(layout.groups), events) for count in counts]
+        self.events: list[EventSink] = []  # who hears of cached blocks
+        pools = [BlockPool(count, len(layout.groups), self.events) for count in counts]
         self._groups = [
             Group(group.index, group.rule(layout.block_size), pools[group.pool]) for group in layout.groups
         ]
@@ -287,11 +287,6 @@ class KVCacheManager:
     def pools(self) -> list[BlockPool]:
         """For those who look on."""
         return [part.pool for part in self._pools]
-
-    def listen(self, events: NullEventSink) -> None:
-        """Tell `events` of cached blocks from now on, and nobody else."""
-        for part in self._pools:
-            part.pool.events = events
 
     def blocks_of(self, sequence: KVSequence, pool: BlockPool) -> Iterable[Block]:
         """The blocks of a request in a pool, the null block perhaps among them."""

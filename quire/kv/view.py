@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from quire.kv.block_pool import Block, BlockPool, NullEventSink
+from quire.kv.block_pool import Block, BlockPool, EventSink
 from quire.types.console import PoolView, PrefixNode
 
 _MOST_CELLS = 2048  # of a map
@@ -20,7 +20,7 @@ _MOST_NODES = 96
 _MOST_EVICTED = 1 << 16  # hashes that are remembered
 
 
-class EvictedHashes(NullEventSink):
+class EvictedHashes(EventSink):
     """Remembers which blocks could be found once."""
 
     def __init__(self) -> None:

@@ -45,6 +45,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     routes: bool = False  # its layers have experts
     prompt_embeds_size: int = 0  # values of each embedding of a prompt; 0: prompts of embeddings are not taken
     max_num_batched_tokens: int = 0  # of a step
+    releases_blocks: bool = False  # some layers keep a window of tokens or a state: a hit needs its last blocks alone
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -66,9 +66,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
-class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CacheChanges(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What an engine has cached of prefixes since it last said so, by names of blocks: quire/kv/stream.py."""
+
+    stored: bytes
+    evicted: bytes = b""
+    weights: str | None = None  # digest of the weights; set where `stored` is all that is cached
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
     outputs: list[EngineOutput]
     stats: EngineStats | None = None
+    cached: CacheChanges | None = None  # if it was asked for, and anything changed
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.engine import replicas as replicas_module
 from quire.engine import warming, zmq_client
 from quire.engine.replicas import ReplicaClient
-from quire.engine.router import Router
+from quire.engine.router import Router, Ticket
 from quire.engine.warming import Told
 from quire.engine.zmq_client import ZmqClient
 from quire.types.console import ConsoleQuery, EngineView
@@ -95,7 +95,7 @@ def test_the_next_turn_goes_where_the_answer_was_generated_until_caches_are_rese
             names = client._names(ask("b", turn))
             assert client._router._hits(names)[0] == 7  # blocks of 16 tokens, of 116
             await client.call_async("reset_prefix_cache")
-            assert client._router._hits(names) == [0, 0]
+            await until(lambda: client._router._hits(names) == [0, 0])
 
     asyncio.run(run())
 
@@ -314,8 +314,8 @@ def test_only_the_request_that_kills_replicas_is_refused(
 ) -> None:
     """Bystanders share every replica that it kills, and go on once it is found: halves are tried in one replica."""
 
-    def first_open(router: Router, names: Sequence[int], num_tokens: int, session: int = 0) -> tuple[int, int]:
-        return router._closed.index(False), 0
+    def first_open(router: Router, names: Sequence[int], num_tokens: int, session: int = 0) -> Ticket:
+        return Ticket(router._closed.index(False))
 
     monkeypatch.setattr(Router, "choose", first_open)
     monkeypatch.setattr(replicas_module, "_BACKOFF", 0.01)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.kv.block_pool import EventSink
+
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
@@ -14,8 +16,8 @@ class KVEvent:
     block_id: int
 
 
-@dataclass(slots=True)
-class RecordingEventSink:
+@dataclass
+class RecordingEventSink(EventSink):
     """Keeps every event, in order."""
 
     events: list[KVEvent] = field(default_factory=list)

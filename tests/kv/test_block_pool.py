@@ -34,7 +34,7 @@ def test_too_small_a_pool_is_refused() -> None:
 
 def test_cached_blocks_are_evicted_least_recently_used_first_and_empty_ones_before_them() -> None:
     events = RecordingEventSink()
-    pool = BlockPool(6, 1, events)
+    pool = BlockPool(6, 1, [events])
     a, b, c, d, e = pool.allocate(5)
     for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
         pool.store(block, 0, name)
@@ -113,7 +113,7 @@ class PoolTrace(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.events = RecordingEventSink()
-        self.pool = BlockPool(8, 2, self.events)
+        self.pool = BlockPool(8, 2, [self.events])
         self.held: list[list[Block]] = []
         self.next_name = 0
 

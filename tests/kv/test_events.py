@@ -8,7 +8,8 @@ from tests.kv.test_manager import request, start
 
 def test_a_listener_hears_of_every_stored_and_evicted_block() -> None:
     events = RecordingEventSink()
-    kv = KVCacheManager(plan_layout([LayerKV("full", None, 1)], 4), 4, events=events)
+    kv = KVCacheManager(plan_layout([LayerKV("full", None, 1)], 4), 4)
+    kv.events.append(events)
     first = start(kv, request(range(8)))
     kv.store(first, list(range(8)), 8)
     hashes = list(first.chain.hashes) if first.chain else []
