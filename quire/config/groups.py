@@ -311,7 +311,7 @@ class SpeculationConfig:
         None,
         'Who guesses draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, suffix,'
         " prediction, draft_model, eagle, eagle3, medusa, mtp."
-        " Unset: only the `prediction` field of requests is used; method none: not even that.",
+        " Unset: the `prediction` field of requests and, on the CPU, what grammars force; method none: nothing.",
     )
 
 

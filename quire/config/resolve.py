@@ -46,6 +46,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_drafts: int  # of all requests in a step
+    jumps_forward: bool  # what grammars force is drafted
     long_prefill_token_threshold: int
     step_time_target: float  # seconds; 0: no bound
     steps_in_flight: int
@@ -117,11 +118,12 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     target = float(
         pick("step_time_target", sched.step_time_target, defaults.step_time_target * time_factor, for_mode)
     )
-    most_drafts = _max_drafts(config.speculation.speculative_config, num_seqs, budget)
-    reasons["max_num_drafts"] = (
-        "room for predictions" if config.speculation.speculative_config is None else "as asked"
-    )
     speculative = config.speculation.speculative_config
+    most_drafts = _max_drafts(speculative, num_seqs, budget)
+    reasons["max_num_drafts"] = "room for predictions" if speculative is None else "as asked"
+    # Unasked only where a step with drafts has the bits of one without: where no backend is the deterministic one.
+    jumps = not defaults.deterministic_backend if speculative is None else speculative.method != "none"
+    reasons["jumps_forward"] = on_device if speculative is None else "as asked"
     waits = speculative is not None and speculative.method in PROPOSING
     stages = config.parallel.pipeline_parallel_size
     depth, why = (1, "drafts come with results") if waits else (defaults.steps_in_flight, on_device)
@@ -145,6 +147,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         max_num_drafts=most_drafts,
+        jumps_forward=jumps,
         long_prefill_token_threshold=min(threshold, budget),
         step_time_target=target,
         steps_in_flight=in_flight,

@@ -105,12 +105,11 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
 
 
 def make_grammars(config: EngineConfig, executor: Executor, *, looks_ahead: bool = True) -> GrammarManager:
-    speculative = config.speculation.speculative_config
     return GrammarManager(
         grammar_limits(config.structured),
         config.structured.structured_outputs_cache_size,
         executor.mask_room,
-        look_ahead=_LOOK_AHEAD if looks_ahead and speculative is not None and speculative.method != "none" else 0,
+        look_ahead=_LOOK_AHEAD if looks_ahead and executor.description.settings.jumps_forward else 0,
     )
 
 

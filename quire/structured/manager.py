@@ -187,8 +187,6 @@ class GrammarManager:
         for depth in range(1 + self._look_ahead):
             going: dict[int, _Entry] = {}
             for (index, entry), token in zip(known.items(), self._without_alternative(lines), strict=True):
-                if depth == 0:
-                    entry.forced = (0, [])
                 if token is None:
                     continue
                 ahead = [*drafts[index], token] if depth == 0 else [token]
@@ -201,11 +199,12 @@ class GrammarManager:
                 break
             lines = self._new_masks(len(known))
             self._fill_into(lines, list(known.values()))
-        for index, tokens in gone.items():
-            moved = entries[index]
-            assert moved is not None
-            moved.matcher.rollback(len(tokens))
-            moved.forced = moved.num_accepted + len(drafts[index]), tokens[len(drafts[index]) :]
+        for index, looked in enumerate(entries):  # what was found before holds until now: a plan may read it
+            if looked is not None:
+                tokens, before = gone.get(index, []), len(drafts[index])
+                if tokens:
+                    looked.matcher.rollback(len(tokens))
+                looked.forced = looked.num_accepted + before, tokens[before:]
 
     def _without_alternative(self, masks: Masks) -> list[int | None]:
         """For each mask, the token that has to come: the only one, or the longest if all others are its beginnings.

@@ -103,3 +103,14 @@ def test_limits_are_within_the_budget(budget: int | None, threshold: int | None)
     found = resolved(max_num_batched_tokens=budget, long_prefill_token_threshold=threshold)
     assert 1 <= found.max_num_seqs <= found.max_num_batched_tokens
     assert 1 <= found.long_prefill_token_threshold <= found.max_num_batched_tokens
+
+
+def test_forced_tokens_are_drafts_by_default_where_bits_do_not_depend_on_a_steps_shape() -> None:
+    on_gpu = replace(DEFAULTS, deterministic_backend="fixed")
+    for given, expected in (
+        ({}, (True, False)),
+        ({"speculative_config": {"method": "prediction"}}, (True, True)),
+        ({"speculative_config": {"method": "none"}}, (False, False)),
+    ):
+        config = EngineConfig.from_flat(**given)
+        assert tuple(resolve(config, defaults).jumps_forward for defaults in (DEFAULTS, on_gpu)) == expected

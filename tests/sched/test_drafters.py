@@ -215,3 +215,10 @@ def test_forced_tokens_are_cut_where_the_output_stands() -> None:
     assert drafter.propose(request, 3, 9) == []
     grow(request, 9)
     assert drafter.propose(request, 0, 9) == []
+
+
+def test_forced_tokens_may_begin_behind_drafts_in_flight() -> None:
+    drafter = ForcedDrafter(lambda request_id: (5, [5, 6, 7]))
+    request = a_request([1, 1, 1, 30], 3)
+    assert drafter.propose(request, 5, 9) == [6, 7], "four drafts and the token behind them are in flight"
+    assert drafter.propose(request, 3, 9) == []

@@ -201,7 +201,7 @@ def test_tokens_without_alternative_are_found_ahead_and_move_nothing() -> None:
         assert manager.forced("a") == (0, [x, y, z])
         assert manager.forced("b") == (1, [z])
         assert manager.forced("c") == (0, [true, null])
-        assert manager.forced("d") == (0, [])
+        assert manager.forced("d") == (1, [])
         assert manager.forced("e") == (0, [x, x, x, x]), "one of the step's own, and three ahead of it"
         assert manager.forced("?") == (0, [])
     manager.accept("a", [x])

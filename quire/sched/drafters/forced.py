@@ -30,8 +30,9 @@ class ForcedDrafter(Drafter):
         start, tokens = self._forced(request.request_id)
         if not tokens:
             return []
-        outputs = request.token_ids[request.num_prompt_tokens + start :]
-        if list(tokens[: len(outputs)]) != outputs[: len(tokens)]:
+        place = request.num_prompt_tokens + start  # may be behind the known tokens: then drafts before it are in flight
+        outputs = request.token_ids[place:]
+        first = len(request.token_ids) + num_in_flight - place
+        if first < 0 or list(tokens[: len(outputs)]) != outputs[: len(tokens)]:
             return []
-        first = len(outputs) + num_in_flight
         return list(tokens[first : first + limit])

@@ -26,16 +26,14 @@ DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
 
 
 def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> NoDrafts:
-    """Without settings, only the predictions that requests bring: they cost nothing where there are none.
+    """Without settings, what grammars force and the predictions of requests: both cost nothing where there are none.
 
     `times` is used by nobody else; `forced` tells what a request's grammar leaves no choice about.
     """
-    lengths = MeasuredLengths(times)
-    if config is None:
-        return Drafts(PredictionDrafter(), lengths=lengths)
+    config = config or SpeculativeConfig(method=PredictionDrafter.name)
     if config.method == "none":
         return NoDrafts()
     drafters: list[Drafter] = [ForcedDrafter(forced), PredictionDrafter(config)]
     if config.method != PredictionDrafter.name:
         drafters.append(DRAFTERS.get(config.method)(config))
-    return Drafts(*drafters, most=config.num_speculative_tokens, lengths=lengths)
+    return Drafts(*drafters, most=config.num_speculative_tokens, lengths=MeasuredLengths(times))
