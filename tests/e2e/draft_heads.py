@@ -7,7 +7,8 @@ transformers gives, and keeps no cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as dsa
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from quire.models.config import DecoderConfig
+from quire.models.drafters.mtp import Mtp
+from quire.models.drafters.registry import MTP_MODULES
+from quire.models.qwen2 import Qwen3
+from quire.models.registry import ARCHITECTURES
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, SIZES, VOCAB, make_model
 
 HIDDEN = SIZES["hidden_size"]
@@ -72,11 +79,12 @@ class Target:
         return found
 
 
-def causal(layer: nn.Module, rotary: nn.Module, hidden: Tensor) -> Tensor:
+def causal(layer: nn.Module, rotary: nn.Module, hidden: Tensor, window: int = 1 << 30) -> Tensor:
     """A decoder layer of transformers over a whole sequence [n, hidden]."""
     count = hidden.shape[0]
     positions = torch.arange(count)[None]
-    mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+    distance = positions.T - positions
+    mask = torch.zeros(count, count).masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
     place = rotary(hidden[None], positions)
     out = layer(hidden[None], attention_mask=mask, position_ids=positions, position_embeddings=place)
     found: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
@@ -240,8 +248,48 @@ def mtp_glm(folder: Path) -> tuple[Path, Draft]:
     return mtp_behind(make_model(folder, "glm4_moe", **sizes), *kinds)
 
 
+WINDOW = 8
+
+
+class DraftedQwen3(Qwen3):
+    has_draft_layer = True
+
+
+class WindowedMtp(Mtp):
+    """No published module drafts for layers with windows: this one is of a Qwen3, in DeepSeek's layout."""
+
+    target = DraftedQwen3
+
+    @classmethod
+    def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        return super().layer_config({**config, "max_window_layers": 0})
+
+
+def mtp_windows(folder: Path) -> tuple[Path, Draft]:
+    """Layers of the target, and that of the module, see a window; for `windowed_mtp`."""
+    sizes = {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 2,
+        "tie_word_embeddings": False,
+    }
+    kinds = qwen3.Qwen3DecoderLayer, qwen3.Qwen3RotaryEmbedding, qwen3.Qwen3RMSNorm
+    return mtp_behind(make_model(folder, "qwen3", **sizes), *kinds, window=WINDOW)
+
+
+@contextmanager
+def windowed_mtp() -> Iterator[None]:
+    name = "Qwen3ForCausalLM"
+    with ARCHITECTURES.with_entries({name: DraftedQwen3}), MTP_MODULES.with_entries({name: WindowedMtp}):
+        yield
+
+
 def mtp_behind(
-    folder: Path, layer_kind: type[nn.Module], rotary_kind: type[nn.Module], norm_kind: type[nn.Module]
+    folder: Path,
+    layer_kind: type[nn.Module],
+    rotary_kind: type[nn.Module],
+    norm_kind: type[nn.Module],
+    window: int = 1 << 30,
 ) -> tuple[Path, Draft]:
     """A target whose checkpoint has one layer more."""
     target = Target(folder)
@@ -262,7 +310,7 @@ def mtp_behind(
     add_tensors(folder, own)
     draft = drafts_of(
         target,
-        lambda e, h: causal(layer, rotary, project(torch.cat((enorm(e), hnorm(h)), -1))),
+        lambda e, h: causal(layer, rotary, project(torch.cat((enorm(e), hnorm(h)), -1)), window),
         lambda hidden: target.logits(norm(hidden)),
     )
     return folder, draft

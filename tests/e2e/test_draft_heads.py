@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,15 @@ MTP: dict[str, Callable[[Path], tuple[Path, Draft]]] = {
     "qwen": draft_heads.mtp_qwen,
     "qwen3.5": draft_heads.mtp_qwen35,
     "qwen3.5-moe": draft_heads.mtp_qwen35_moe,
+    "windows": draft_heads.mtp_windows,
 }
 Case = tuple[Path, dict[str, Any], Draft]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _windowed_mtp() -> Iterator[None]:
+    with draft_heads.windowed_mtp():
+        yield
 
 
 @pytest.fixture(scope="module", params=[*HEADS, *MTP])
@@ -116,7 +123,7 @@ class Seldom(EveryDraft):
 
 
 @pytest.mark.parametrize("every", [5, 40])
-@pytest.mark.parametrize("case", ["eagle3", "deepseek"], indirect=True)
+@pytest.mark.parametrize("case", ["eagle3", "deepseek", "windows"], indirect=True)
 def test_a_head_that_is_seldom_asked_computes_what_it_missed(
     case: Case, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

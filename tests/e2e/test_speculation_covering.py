@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def params_of(row: Row, seed: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[Path, dict[str, Any]]]:
+def drafters(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[tuple[str, bool], tuple[Path, dict[str, Any]]]]:
     """By drafter and whether layers see a window: the target, and the settings."""
     folder = tmp_path_factory.mktemp("covering")
     targets = {
@@ -104,8 +107,10 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool],
         found["draft_model", window] = target, {"method": "draft_model", "model": str(small)}
         for name in ("ngram", "suffix", "prediction"):
             found[name, window] = target, {"method": name}
-    mtp, _ = draft_heads.mtp_deepseek(folder / "mtp")  # no published module drafts for layers with windows
-    return {**found, ("mtp", False): (mtp, {"method": "mtp"}), ("mtp", True): (mtp, {"method": "mtp"})}
+    for window, make_mtp in ((False, draft_heads.mtp_deepseek), (True, draft_heads.mtp_windows)):
+        found["mtp", window] = make_mtp(folder / f"mtp-{window}")[0], {"method": "mtp"}
+    with draft_heads.windowed_mtp():
+        yield found
 
 
 @pytest.fixture(scope="module")
