@@ -1,9 +1,11 @@
 """Speculation on the default model: a copy task with `prediction`, wrong predictions, and the picture of the guide.
 
-    python benchmarks/speculation_cpu.py [--parts copy picture] [--repeats 3] [--tokens 400] [--wall]
+    python benchmarks/speculation_cpu.py [--parts copy forced picture] [--repeats 3] [--tokens 400] [--wall]
 
 copy: the prediction is the model's own greedy answer with two words changed; then one of which every token is wrong.
 Both take turns with no prediction in one run, and the best of each counts.
+forced: an answer under a JSON schema with long keys, and a text without one, by an engine as it is by default and by
+one with method none, by turns. Steps are those that gave tokens.
 picture: the picture of `quire bench spec`, which goes to docs/images.
 One thread computes, and its processor time counts, which other work on the machine changes little; the length policy
 itself goes by elapsed time, as it always does.
@@ -20,7 +22,7 @@ from typing import Any
 
 from report import environment, write_results
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.bench import spec
 from quire.bench.spec import SpecOptions, bench_spec, spec_chart
 
@@ -74,6 +76,50 @@ def measure_copy(repeats: int, num_tokens: int, clock: Callable[[], float]) -> d
     return found
 
 
+KEYS = {
+    "customer_identification_number": {"type": "integer"},
+    "preferred_delivery_address": {"type": "string", "maxLength": 30},
+    "estimated_arrival_date": {"type": "string", "format": "date"},
+    "number_of_items_in_the_order": {"type": "integer"},
+    "payment_was_confirmed": {"type": "boolean"},
+}
+ORDER = "Order 4711 of Mrs. Miller, 12 Oak Street, two lamps and a chair, paid, comes on 3 May 2026. "
+
+
+def measure_forced(repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": KEYS, "required": [*KEYS], "additionalProperties": False}
+    named = f"{ORDER}A JSON object with the fields {', '.join(KEYS)}:\n"
+    asked = {"fields in the prompt": named, "fields not in the prompt": f"{ORDER}As JSON: ", "no schema": PROMPT}
+    with (
+        LLM("smollm2", max_model_len=2048, num_threads=1) as default,
+        LLM("smollm2", max_model_len=2048, num_threads=1, speculative_config={"method": "none"}) as off,
+    ):
+        found: dict[str, Any] = {}
+        for name, prompt in asked.items():
+            structured = None if name == "no schema" else StructuredOutputsParams(json=schema)
+            params = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=structured)
+            seconds: dict[str, list[float]] = {"default": [], "none": []}
+            steps: dict[str, int] = {}
+            answers: dict[str, list[int]] = {}
+            for _ in range(1 + repeats):  # the first time, sampling is traced
+                for kind, llm in (("default", default), ("none", off)):
+                    begin = clock()
+                    outputs = list(llm.stream(prompt, params))
+                    seconds[kind].append(clock() - begin)
+                    steps[kind] = len(outputs)
+                    answers[kind] = [token for output in outputs for token in output.outputs[0].token_ids]
+            assert answers["default"] == answers["none"], "drafts never change an answer"
+            count, best = len(answers["none"]), {kind: min(values) for kind, values in seconds.items()}
+            found[name] = {
+                "tokens": count,
+                "steps": steps,
+                "tok/s": {kind: count / value for kind, value in best.items()},
+                "speed-up": best["none"] / best["default"],
+            }
+            print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
 def draw_picture(options: SpecOptions, clock: str) -> None:
     with LLM("smollm2", max_model_len=2048, num_threads=1) as llm:
         points = bench_spec(llm, options, seed=0, say=print)
@@ -85,7 +131,9 @@ def draw_picture(options: SpecOptions, clock: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["copy", "picture"], default=["copy", "picture"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=["copy", "forced", "picture"], default=["copy", "forced", "picture"]
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
@@ -100,6 +148,9 @@ def main() -> None:
     if "copy" in given.parts:
         results = measure_copy(given.repeats, given.tokens, time.perf_counter if given.wall else time.process_time)
         print(f"written to {write_results('speculation-cpu', environment('torch'), {'clock': clock, **results})}")
+    if "forced" in given.parts:
+        results = measure_forced(given.repeats, time.perf_counter if given.wall else time.process_time)
+        print(f"written to {write_results('jump-forward-cpu', environment('torch'), {'clock': clock, **results})}")
     if "picture" in given.parts:
         options = SpecOptions(
             batch_sizes=given.batch_sizes,
