@@ -1,11 +1,12 @@
-"""Bytes that ranks receive for one layer of experts: by all-reduce, and by dispatch and combine (all-to-all).
+"""Bytes that ranks receive for one layer of experts, by each `--all2all-backend`.
 
 Run: python benchmarks/expert_exchange.py [--tokens 256] [--output benchmarks/results/expert_exchange.json]
 
 Ranks are threads that are connected by TCP; what each connection has received is asked of the system (TCP_INFO), so
 that the bytes are those that came and not those that a formula says. Experts of a token are sampled evenly, and
-nothing is multiplied. Beside them stands what a reduce-scatter and an all-gather of the same sums would take, by its
-formula: Quire's all-reduce gathers, and then sums in a fixed order.
+nothing is multiplied. allgather_reducescatter is measured for a step whose tokens every rank has: its sums are
+scattered and gathered; with --tp-exact it is the results of each expert that are scattered. A step that ranks hold by
+rows (sequence parallel) gathers its tokens first and leaves the sums scattered, which moves as much.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from quire.bench.report import environment, write_report
 from quire.kernels.cpu.experts import add_slots, expert_routes
+from quire.parallel.shared_memory import CpuCollectives
 from quire.parallel.sockets import Mesh
 
 HIDDEN, EXPERTS = 1024, 64
@@ -68,6 +70,11 @@ def measure(tokens: int, size: int, top_k: int) -> dict[str, int]:
     def exchange(rows: Tensor, routes: Tensor) -> int:
         return bytes_of(size, lambda mesh, rank: mesh.of_all(rank).exchange(rows, routes))
 
+    def add_up(mesh: Mesh, rank: int) -> Tensor:
+        group = mesh.of_all(rank)
+        assert isinstance(group, CpuCollectives)
+        return group.add_slots(given, weights)
+
     parts = {
         "dispatch": exchange(x, there),
         "combine": exchange(given, back),
@@ -75,7 +82,9 @@ def measure(tokens: int, size: int, top_k: int) -> dict[str, int]:
     }
     return {
         "all-reduce": bytes_of(size, lambda mesh, rank: mesh.of_all(rank).all_reduce(x)),
-        "reduce-scatter and all-gather (formula)": 2 * (size - 1) * x.nbytes,
+        "all-reduce that gathers (formula)": size * (size - 1) * x.nbytes,
+        "allgather_reducescatter": bytes_of(size, lambda mesh, rank: mesh.of_all(rank).sum_by_shares(x)),
+        "allgather_reducescatter, exact": bytes_of(size, add_up),
         **parts,
         "all-to-all": sum(parts.values()),
     }

@@ -23,11 +23,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from router_loads import BLOCK, BLOCKS, CHOICES, REPLICAS, Cache, conversations, names, routed_hits, waits
+from router_loads import BLOCKS, CHOICES, Cache, conversations, names, routed_hits, waits
 
 from quire import LLM, SamplingParams
 from quire.bench.report import environment, write_report
-from quire.engine.router import Router
 from quire.parallel.shared_memory import SharedMemory
 from quire.types.step import StepPlan
 from quire.worker.rank_messages import Execute

@@ -358,11 +358,12 @@ class ParallelConfig:
         False,
         "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
     )
-    all2all_backend: Literal["all_reduce", "all_to_all"] = setting(
+    all2all_backend: Literal["all_reduce", "allgather_reducescatter", "all_to_all"] = setting(
         "all_reduce",
         "With enable_expert_parallel: how experts' results come together. all_reduce: ranks add up what each has of"
-        " all tokens. all_to_all (on a CPU): a token goes to the ranks of its experts, and results come back, to be"
-        " added in the order of one rank.",
+        " all tokens. allgather_reducescatter: each adds up its share of the tokens and gets the sums of the others,"
+        " which moves less between many ranks. all_to_all (on a CPU): a token goes to the ranks of its experts, and"
+        " results come back, to be added in the order of one rank.",
     )
     enable_eplb: bool = setting(
         False,
@@ -380,7 +381,7 @@ class ParallelConfig:
     tp_exact: bool = setting(
         False,
         "Sum what tensor parallel ranks compute so that sizes of 1, 2, 4 and 8 give equal bits. Costs some speed; on"
-        " a CPU. Models with experts need enable_expert_parallel and all2all_backend all_to_all.",
+        " a CPU. Models with experts need enable_expert_parallel, and another all2all_backend than all_reduce.",
     )
     executor: ExecutorName = setting(
         "auto",
@@ -415,7 +416,7 @@ class ParallelConfig:
         return {
             "exact": self.tp_exact,
             "splits_experts": self.enable_expert_parallel,
-            "all_to_all": self.all2all_backend == "all_to_all",
+            "expert_exchange": self.all2all_backend,
             "counts_experts": self.counts_experts,
             "num_redundant_experts": self.num_redundant_experts,
             "row_threshold": threshold if self.tensor_parallel_size > 1 else 0,

@@ -12,7 +12,7 @@ from quire.engine.constraints import Constraints
 from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
-from quire.kv.stream import CacheStream, NoStream
+from quire.kv.stream import CacheStream
 from quire.sched.scheduler import Scheduler
 from quire.sched.state import InFlight
 from quire.types.console import Memory
@@ -41,7 +41,7 @@ class EngineCore:
         """`conditions` is what requests may have to wait for, besides their grammars; `memory` is for the console."""
         self.log = log
         self.watch: StepLog = NO_LOG  # hears of results once they are applied, while somebody looks at the console
-        self.cache_stream = NoStream()
+        self.cache_stream: CacheStream | None = None  # tells a router what is cached
         self.memory = memory or Memory()
         self.scheduler = scheduler
         self.executor = executor
@@ -106,7 +106,6 @@ class EngineCore:
         return self.scheduler.stats(num_parked=len(self.parked) + self.hold.num_late, step_time=step_time)
 
     def watch_cache(self) -> None:
-        """Have a stream of what is cached from now on; it begins with all that is."""
         self.cache_stream = CacheStream(self.scheduler.kv)
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.types.messages import AbortRequests, Command, Reply, ToEngine
-from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.outputs import CacheChanges, EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
 
 _QUIET = 1.0  # seconds without work after which there may be none for a while
@@ -73,16 +73,18 @@ class EngineLoop:
         if not self.has_work() and self.has_unfinished():
             self.wait()
         if not self.take_messages() and not self._core.has_work():
-            return EngineOutputs([], cached=self._core.cache_stream.take())  # commands alone change no queue
+            return EngineOutputs([], cached=self._cache_changes())  # commands alone change no queue
         self._quiet = self._quiet_after
         outputs = self._core.step()
         answers, self._answers = self._answers, []
-        cached = self._core.cache_stream.take()
-        if answers or cached is not None:
-            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats, cached)
+        if answers or self._core.cache_stream is not None:
+            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats, self._cache_changes())
         if self._debug_checks and not self._core.has_work():
             self._core.check_integrity()
         return outputs
+
+    def _cache_changes(self) -> CacheChanges | None:
+        return None if self._core.cache_stream is None else self._core.cache_stream.take()
 
     def wait(self) -> bool:
         """Sleep until there is work, or prepare for it; False when the loop was asked to stop."""

@@ -42,7 +42,7 @@ class Recorder(StepLog):
         self._misses: Counter[str] = Counter()
         self._evicted = EvictedHashes()
         kv = core.scheduler.kv
-        kv.events.append(self._evicted)
+        kv.listeners.append(self._evicted.note)
         self._maps = [(pool, PoolMap(pool)) for pool in kv.pools]
         self._num_looks = 0
         self._next_owner = 0
@@ -70,7 +70,7 @@ class Recorder(StepLog):
         )
 
     def stop(self) -> None:
-        self._core.scheduler.kv.events.remove(self._evicted)
+        self._core.scheduler.kv.listeners.remove(self._evicted.note)
 
     def view(self, query: ConsoleQuery) -> EngineView:
         self._note_owners()

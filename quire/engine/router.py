@@ -69,14 +69,13 @@ class Router:
 
     def computed(self, ticket: Ticket) -> None:
         """The prompt is computed, or never will be: what is cached of it, the replica has told."""
-        coming = self._coming[ticket.replica]
+        coming, cached = self._coming[ticket.replica], self._cached[ticket.replica]
         for name in ticket.coming:
-            if coming[name] > 1:
-                coming[name] -= 1
-            else:
-                del coming[name]
-                if name not in self._cached[ticket.replica]:
-                    self._forget(name, ticket.replica)
+            count = coming.pop(name)
+            if count > 1:
+                coming[name] = count - 1
+            elif name not in cached:
+                self._forget(name, ticket.replica)
         ticket.coming = ()
 
     def finish(self, ticket: Ticket) -> None:

@@ -21,18 +21,8 @@ from quire.engine.control import REPLY_LIMIT, Calls, no_reply
 from quire.engine.process import EXIT_FAILED, LaunchOrder
 from quire.engine.stalls import LOOK_INTERVAL, StallWatch, start_limit
 from quire.engine.transport import Receiver, Sender, make_meeting
+from quire.types import messages
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
-from quire.types.messages import (
-    AbortRequests,
-    EngineFailure,
-    EngineInfo,
-    FromEngine,
-    Hello,
-    Ready,
-    Reply,
-    StartupPhase,
-    ToEngine,
-)
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
 
@@ -44,7 +34,7 @@ STILL_AFTER, STILL_AFTER_STARTING = 8, 120
 # A process that failed has said why, but the message may still be on its way when its end is noticed.
 _LAST_WORDS = 0.5
 
-OnPhase = Callable[[StartupPhase], None]
+OnPhase = Callable[[messages.StartupPhase], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class PhaseTime:
     seconds: float
 
 
-def ignore_phases(phase: StartupPhase) -> None:
+def ignore_phases(phase: messages.StartupPhase) -> None:
     """Nobody watches the start."""
 
 
@@ -99,7 +89,7 @@ class ZmqClient(EngineClient):
         self._died = asyncio.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._meeting = make_meeting()
-        decoder = msgspec.msgpack.Decoder(FromEngine)
+        decoder = msgspec.msgpack.Decoder(messages.FromEngine)
         self._receiver = Receiver(self._context, self._meeting.client, self._meeting.token, decoder)
         self._sender: Sender | None = None
         meeting = msgspec.structs.replace(self._meeting, client=self._receiver.endpoint)
@@ -132,14 +122,14 @@ class ZmqClient(EngineClient):
         """Whether the process is there, also where nobody has waited for its news yet."""
         return self._dead is None and self._child.returncode is None
 
-    def wait_ready(self) -> EngineInfo:
+    def wait_ready(self) -> messages.EngineInfo:
         """Block until the engine takes requests; EngineDeadError if it never will."""
         while not self._is_ready:
             self._check_alive()
             self._wait_unless_stalled(self.seconds_without_news, starts=True)
         return self.info
 
-    async def wait_ready_async(self) -> EngineInfo:
+    async def wait_ready_async(self) -> messages.EngineInfo:
         self._attach()
         while not self._is_ready:
             self._check_alive()
@@ -162,7 +152,7 @@ class ZmqClient(EngineClient):
 
     def abort(self, request_ids: list[str]) -> None:
         if self._dead is None:
-            self._send(AbortRequests(list(request_ids)))
+            self._send(messages.AbortRequests(list(request_ids)))
 
     def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         self._check_sync("call_async")
@@ -257,7 +247,7 @@ class ZmqClient(EngineClient):
         if self._dead is not None:
             raise type(self._dead)(str(self._dead)) from self._dead
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         assert self._sender is not None, "the engine was not waited for; call wait_ready first"
         self._sender.send(message)
 
@@ -320,7 +310,7 @@ class ZmqClient(EngineClient):
             self._take(message)
         self._news.set()
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: messages.FromEngine) -> None:
         self._heard_at = time.monotonic()
         match message:
             case EngineOutputs():
@@ -329,20 +319,20 @@ class ZmqClient(EngineClient):
                 if message.stats is not None:
                     self.stats = message.stats
                 self._inbox.append(message)
-            case Reply():
+            case messages.Reply():
                 self._calls.settle(message)
-            case StartupPhase():
+            case messages.StartupPhase():
                 if message.name != self._phase_begins[-1][0]:
                     self._phase_begins.append((message.name, message.at))
                 self._on_phase(message)
-            case Hello():
+            case messages.Hello():
                 self._sender = Sender(self._context, message.endpoint, self._meeting.token)
-            case Ready():
+            case messages.Ready():
                 begins = [*self._phase_begins, ("ready", message.at)]
                 self.start_phases = [PhaseTime(name, end - begin) for (name, begin), (_, end) in pairwise(begins)]
                 self.info = message.info
                 self._is_ready = True
-            case EngineFailure():
+            case messages.EngineFailure():
                 self._die((EngineStartError if message.is_permanent else EngineDeadError)(message.cause))
 
     def _on_exit(self) -> None:

@@ -8,19 +8,12 @@ are appended and so are evicted least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.types.errors import ConfigError
 
-
-class EventSink:
-    """One who listens. Called on the scheduler's thread, so it must be quick and must not block."""
-
-    def stored(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """A full block can be found by its hash from now on."""
-
-    def evicted(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """A block can no longer be found: it is about to be overwritten, or the cache was reset."""
+OnChange = Callable[[int, bytes, bool], None]
+"""Hears of a group's block, by its hash, whether it can be found from now on. On the scheduler's thread: be quick."""
 
 
 class Block:
@@ -43,13 +36,13 @@ class Block:
 class BlockPool:
     """`num_blocks` counts block 0, the null block, which is never handed out and never freed."""
 
-    def __init__(self, num_blocks: int, num_groups: int, events: Sequence[EventSink] = ()) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, listeners: Sequence[OnChange] = ()) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks} but must be at least 2: block 0 is the null block")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
-        self.events = events
+        self._listeners = listeners
         # The sentinel closes the list into a ring: next_free is the head, prev_free the tail.
         self._ring = ring = Block(-1)
         for before, block in zip([ring, *self.blocks[1:]], [*self.blocks[1:], ring], strict=True):
@@ -138,8 +131,8 @@ class BlockPool:
         block.block_hash = block_hash
         block.parent_hash = parent_hash
         block.group = group
-        for sink in self.events:
-            sink.stored(group, block_hash, block.id)
+        for tell in self._listeners:
+            tell(group, block_hash, True)
 
     def forget_free(self) -> None:
         """Forget the cached content of all blocks that nobody uses; they are handed out before untouched ones."""
@@ -177,5 +170,5 @@ class BlockPool:
         assert block_hash is not None
         del self.cached[block.group][block_hash]
         block.block_hash = None
-        for sink in self.events:
-            sink.evicted(block.group, block_hash, block.id)
+        for tell in self._listeners:
+            tell(block.group, block_hash, False)

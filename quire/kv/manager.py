@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
-from quire.kv.block_pool import Block, BlockPool, EventSink
+from quire.kv.block_pool import Block, BlockPool, OnChange
 from quire.kv.deltas import BlockDeltas
 from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
@@ -94,8 +94,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.weights = ""  # digest of those that blocks are computed with, once they are others than at the start
         counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
-        self.events: list[EventSink] = []  # who hears of cached blocks
-        pools = [BlockPool(count, len(layout.groups), self.events) for count in counts]
+        self.listeners: list[OnChange] = []
+        pools = [BlockPool(count, len(layout.groups), self.listeners) for count in counts]
         self._groups = [
             Group(group.index, group.rule(layout.block_size), pools[group.pool]) for group in layout.groups
         ]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from quire.kv.block_pool import Block, BlockPool, EventSink
+from quire.kv.block_pool import Block, BlockPool
 from quire.types.console import PoolView, PrefixNode
 
 _MOST_CELLS = 2048  # of a map
@@ -20,7 +20,7 @@ _MOST_NODES = 96
 _MOST_EVICTED = 1 << 16  # hashes that are remembered
 
 
-class EvictedHashes(EventSink):
+class EvictedHashes:
     """Remembers which blocks could be found once."""
 
     def __init__(self) -> None:
@@ -29,11 +29,10 @@ class EvictedHashes(EventSink):
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._hashes
 
-    def stored(self, group: int, block_hash: bytes, block_id: int) -> None:
+    def note(self, group: int, block_hash: bytes, is_cached: bool) -> None:
         self._hashes.pop(block_hash, None)
-
-    def evicted(self, group: int, block_hash: bytes, block_id: int) -> None:
-        self._hashes[block_hash] = None
+        if not is_cached:
+            self._hashes[block_hash] = None
         if len(self._hashes) > _MOST_EVICTED:
             del self._hashes[next(iter(self._hashes))]
 

@@ -366,16 +366,17 @@ class GroupedDown(GroupedLinear):
 
     def __init__(self, num_experts: int, width: int, out_features: int, **kind: Unpack[GroupedKind]) -> None:
         group = kind["group"]
-        if group.exact and group.size > 1 and not (group.splits_experts and group.all_to_all):
+        if group.exact and group.size > 1 and not (group.splits_experts and group.expert_exchange != "all_reduce"):
             raise ConfigError(
                 "tp_exact takes models with experts if these are added up as one rank does it; set"
-                " --enable-expert-parallel and --all2all-backend all_to_all, or leave --tp-exact out"
+                " --enable-expert-parallel and --all2all-backend all_to_all or allgather_reducescatter,"
+                " or leave --tp-exact out"
             )
         pieces = (Piece("down_proj", out_features, 0, out_features),)
         held = held_experts(num_experts, group)
         in_slice = None if held else group.slice_of(width, "input features")
         super().__init__(num_experts, width, pieces, in_slice=in_slice, held=held, **kind)
-        self.summed = RankSum(group)  # of what the ranks computed
+        self.summed = RankSum(group, by_shares=group.expert_exchange == "allgather_reducescatter")
 
     @property
     def is_whole(self) -> bool:

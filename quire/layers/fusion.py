@@ -97,8 +97,10 @@ def settle(model: nn.Module) -> None:
 class RankSum:
     """How what ranks have computed of a block's result is added up, before it joins the residual stream."""
 
-    def __init__(self, group: ParallelGroup) -> None:
+    def __init__(self, group: ParallelGroup, *, by_shares: bool = False) -> None:
+        """`by_shares`: each rank adds up its share of the rows even where all get the whole."""
         self._group, self._by_rows, self._in_parts = group, False, False
+        self._all_reduce = group.collectives.sum_by_shares if by_shares else group.collectives.all_reduce
 
     def feed(self, accepted: Forms, *, deterministic: bool) -> None:
         """See Stage.feed; with PARTIAL_SUMS the norm that reads it may add up."""
@@ -109,7 +111,7 @@ class RankSum:
     def __call__(self, out: Tensor) -> Passed:
         links = self._group.collectives
         if not self._by_rows or self._group.rows.num_tokens != out.shape[0]:
-            return PartialSums(links.gather_parts(out), out.dtype) if self._in_parts else links.all_reduce(out)
+            return PartialSums(links.gather_parts(out), out.dtype) if self._in_parts else self._all_reduce(out)
         mine = PartialSums(links.scatter_parts(out), out.dtype) if self._in_parts else links.reduce_scatter(out)
         return RowShard(mine, out.shape[0], links)
 

@@ -20,7 +20,7 @@ from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
 from quire.ops.routing import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.ops.scale import SCALE_ROWS
-from quire.parallel.expert_exchange import ExpertExchange
+from quire.parallel.expert_exchange import AllToAll, SlotShares
 from quire.types.ledger import EngineSizes, LedgerLine
 
 Activation = Callable[[Tensor], Tensor]
@@ -124,7 +124,9 @@ class Experts(Stage):
         self._splits, self._elsewhere = group.splits_experts and group.size > 1, 0
         self._share = -(-len(self.slots) // group.size)
         self._local, self._count = LOCAL_EXPERTS.bind(ctx.target), COUNT_EXPERTS.bind(ctx.target)
-        self._exchange = ExpertExchange(group, self._share)
+        exchange = AllToAll if group.expert_exchange == "all_to_all" else SlotShares
+        by_slots = self._splits and (exchange is AllToAll or group.exact)  # else ranks add up what their experts give
+        self._exchange = exchange(group, self._share) if by_slots else None
         self._activation = activation
         self._joined: Joined | None = None
 
@@ -151,8 +153,8 @@ class Experts(Stage):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         if self.counts:
             self._count(expert_ids, self.load)
-        if self._splits and self._group.all_to_all:
-            return self._by_all_to_all(x, expert_ids, weights)
+        if self._exchange is not None:
+            return self._by_slots(self._exchange, x, expert_ids, weights)
         if self._splits:
             expert_ids, weights = self._of_this_rank(expert_ids, weights)
         adapters = self.gate_up_proj.adapters
@@ -168,11 +170,13 @@ class Experts(Stage):
         held = self._group.rank * self._share, len(self.gate_up_proj.held), self._elsewhere
         return self._local(expert_ids, weights, self.places, *held)
 
-    def _by_all_to_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        here, back = self._exchange.dispatch(x, expert_ids, self.places)
-        local, _ = self._of_this_rank(expert_ids, weights)
+    def _by_slots(self, exchange: SlotShares, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        here, back = exchange.dispatch(x, expert_ids, self.places)
+        local, kept = self._of_this_rank(expert_ids, weights)
         given = self.down_proj.method.slots(self.gate_up_proj(here, local), local)
-        return self._exchange.combine(given, weights, back).to(x.dtype)
+        if not self._elsewhere:  # these computed slots of other ranks, too
+            given = given.where((kept != 0).unsqueeze(-1), 0.0)
+        return exchange.combine(given, weights, back).to(x.dtype)
 
     def _adapted(self, adapters: ExpertAdapters, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Of this rank; tokens without an adapter keep the bits that they have where nobody has one."""
@@ -189,7 +193,7 @@ class Experts(Stage):
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Most memory that `num_tokens` tokens take between the two matmuls and inside them."""
         gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
-        if self._splits and self._group.all_to_all:  # and what experts give, there and here
+        if self._exchange is not None:  # and what experts give, there and here
             gated += 2 * num_tokens * (top_k + 1) * self.gate_up_proj.in_features * self.down_proj.itemsize
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)

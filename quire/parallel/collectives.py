@@ -44,6 +44,10 @@ class Collectives(ABC):
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         """The rows [total, width] that all ranks have together, as `reduce_scatter` leaves them."""
 
+    def sum_by_shares(self, x: Tensor) -> Tensor:
+        """What `all_reduce` gives, by a reduce-scatter and an all-gather of rows."""
+        return self.gather_rows(self.reduce_scatter(x), x.shape[0])
+
     @abstractmethod
     def own_rows(self, x: Tensor) -> Tensor:
         """This rank's rows of `x`, which is the same on all of them."""
@@ -73,7 +77,7 @@ class NullCollectives(Collectives):
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         return x
 
-    reduce_scatter = own_rows = all_reduce
+    reduce_scatter = own_rows = sum_by_shares = all_reduce
     gather_rows = all_gather
 
     def minimum(self, values: Sequence[int]) -> list[int]:

@@ -45,7 +45,7 @@ class ParallelGroup:
     collectives: Collectives = field(default_factory=NullCollectives)
     exact: bool = False  # whether sums over ranks are to have the same bits for 1, 2, 4 and 8 of them
     splits_experts: bool = False  # whether a rank holds some of the experts whole, or a slice of each
-    all_to_all: bool = False  # whether tokens are sent to the ranks of their experts, and results back
+    expert_exchange: str = "all_reduce"  # the all2all_backend
     counts_experts: bool = False  # whether layers count how often each of their experts is chosen
     num_redundant_experts: int = 0  # slots of experts in each layer beyond one for each
     context: ContextShare = field(default_factory=ContextShare)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.cpu.experts import add_slots
 from quire.kernels.cpu.library import bound, unavailable
 from quire.kernels.cpu.tracing import empty
 from quire.parallel.collectives import Collectives, NullCollectives
@@ -185,8 +186,23 @@ class CpuCollectives(Collectives):
         count, *line = x.shape
         share = -(-count // self._size)
         wide, out = x.float().contiguous(), empty(share, *line)
-        bound().own_rows(self._rank, wide.data_ptr(), out.data_ptr(), count, share, prod(line))
+        bound().own_rows(self._rank, self._size, wide.data_ptr(), out.data_ptr(), count, share, prod(line))
         return out.to(x.dtype)
+
+    def sum_by_shares(self, x: Tensor) -> Tensor:
+        sizes = x.shape[0], 0, x.shape[1:].numel()  # kernels find the share, so that lists hold any number of rows
+        return self._out("gather_rows", self._out("scatter_rows", x, x.shape, *sizes), x.shape, *sizes)
+
+    def add_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """slots [n, k, width], each of one rank and 0 in the others -> weighted sums in slot order [n, width].
+
+        A rank gets its share of the rows by a reduce-scatter and adds up their slots; all get the sums.
+        """
+        (count, k, width), mine = slots.shape, empty(*weights.shape)
+        weights = weights.contiguous()
+        bound().own_rows(self._rank, self._size, weights.data_ptr(), mine.data_ptr(), count, 0, k)
+        sums = add_slots(self._out("scatter_rows", slots, slots.shape, count, 0, k * width), mine, 0, 1)
+        return self._out("gather_rows", sums, sums.shape, count, 0, width)
 
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
         if x.shape[-1] * 4 > SLOT_BYTES:

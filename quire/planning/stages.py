@@ -40,7 +40,7 @@ def check_group(model: Model, group: ParallelGroup, platform: Platform) -> None:
     """Refuse what ranks of this model on this platform cannot do."""
     if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in model.modules()):
         raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave it out")
-    if group.all_to_all and not platform.uses_host_memory:
+    if group.expert_exchange == "all_to_all" and not platform.uses_host_memory:
         raise ConfigError(
             "all2all_backend is 'all_to_all', which runs on a CPU: CUDA graphs hold messages of one size, and NCCL"
             " would send every token to every rank; leave it out"

@@ -17,19 +17,9 @@ from quire.types.errors import ConfigError, EngineDeadError, EngineStartError
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
 from quire.utils.version import build_version
+from quire.worker import rank_messages as messages
 from quire.worker.door import Door
 from quire.worker.joining import CONTROL, ORDERS, Lost
-from quire.worker.rank_messages import (
-    Beat,
-    Connect,
-    Ended,
-    FromRank,
-    Join,
-    Leave,
-    Placement,
-    Present,
-    decode_report,
-)
 from quire.worker.ranks import STILL_AFTER, TICK, Heart, RanksExecutor
 
 logger = get_logger(__name__)
@@ -42,7 +32,7 @@ class Member:
     """A rank that has joined."""
 
     token: bytes
-    join: Join
+    join: messages.Join
     heart: Heart = field(default_factory=Heart)
     beats: int = 0
     digest: str | None = None
@@ -100,7 +90,7 @@ class HostsExecutor(RanksExecutor):
         meeting = self._meeting(config)
         for rank, member in enumerate(self.members):
             logger.info("rank %d runs %s", rank, member)
-            self._door.send(member.token + ORDERS, Placement(config, rank, meeting))
+            self._door.send(member.token + ORDERS, messages.Placement(config, rank, meeting))
         self._wait_until(lambda: all(member.digest is not None for member in self.members))
         first = self.members[0]
         for rank, member in enumerate(self.members):
@@ -125,7 +115,7 @@ class HostsExecutor(RanksExecutor):
         return meeting
 
     def _connect(self) -> None:
-        order = Connect([member.join.address for member in self.members], self._round)
+        order = messages.Connect([member.join.address for member in self.members], self._round)
         for member in self.members:
             self._door.send(member.token + ORDERS, order)
 
@@ -135,29 +125,31 @@ class HostsExecutor(RanksExecutor):
             for member in self.members:
                 self._door.send_parts(member.token + ORDERS, *parts)
 
-    def _receive(self, limit: float) -> Iterator[tuple[int, FromRank]]:
+    def _receive(self, limit: float) -> Iterator[tuple[int, messages.FromRank]]:
         now = time.monotonic()
         if now - self._last_beat > _BEAT_EVERY:
             self._last_beat = now
             for member in self.members:
-                self._door.send(member.token + CONTROL, Beat())
+                self._door.send(member.token + CONTROL, messages.Beat())
         for identity, data in self._door.receive(limit):
             token = identity.partition(b"/")[0]
             rank = next((rank for rank, member in enumerate(self.members) if member.token == token), None)
             try:
-                message = decode_report(data)
+                message = messages.decode_report(data)
             except msgspec.MsgspecError as error:
-                self._door.send(token + ORDERS, Leave(f"the engine, Quire {build_version()}, cannot read: {error}"))
+                self._door.send(
+                    token + ORDERS, messages.Leave(f"the engine, Quire {build_version()}, cannot read: {error}")
+                )
                 continue
-            if isinstance(message, Join):
+            if isinstance(message, messages.Join):
                 self._take_join(token, message)
             elif rank is None:
-                if isinstance(message, Beat):
-                    answer = Leave("it is not of this engine") if message.is_placed else Beat()
+                if isinstance(message, messages.Beat):
+                    answer = messages.Leave("it is not of this engine") if message.is_placed else messages.Beat()
                     self._door.send(token + CONTROL, answer)
-            elif isinstance(message, Beat):
+            elif isinstance(message, messages.Beat):
                 self.members[rank].beats += 1
-            elif isinstance(message, Present):
+            elif isinstance(message, messages.Present):
                 self.members[rank].digest = message.digest
             elif not isinstance(message, Lost):
                 yield rank, message
@@ -166,13 +158,13 @@ class HostsExecutor(RanksExecutor):
             else:
                 del self.members[rank]
 
-    def _take_join(self, token: bytes, join: Join) -> None:
+    def _take_join(self, token: bytes, join: messages.Join) -> None:
         if any(member.token == token for member in self.members):
             return
         if join.version != (mine := build_version()):
             reason = f"the engine runs Quire {mine} but this worker {join.version}; install the same version"
             logger.warning("a worker on %s was refused: %s", join.host, reason)
-            self._door.send(token + ORDERS, Leave(reason, is_refused=True))
+            self._door.send(token + ORDERS, messages.Leave(reason, is_refused=True))
         elif not self._is_placed and len(self.members) < self.num_ranks:
             self._waiting.discard(token)
             self.members.append(Member(token, join))
@@ -191,7 +183,7 @@ class HostsExecutor(RanksExecutor):
         if not self._is_ended:
             self._is_ended = True
             for member in self.members:
-                self._door.send(member.token + CONTROL, Ended(self._round))
+                self._door.send(member.token + CONTROL, messages.Ended(self._round))
 
     def _start_over(self) -> None:
         with self._pumping:
@@ -205,7 +197,7 @@ class HostsExecutor(RanksExecutor):
 
     def _leave(self, reason: str, *, is_refused: bool = False) -> None:
         for token in [*(member.token for member in self.members), *self._waiting]:
-            self._door.send(token + CONTROL, Leave(reason, is_refused))
+            self._door.send(token + CONTROL, messages.Leave(reason, is_refused))
 
     def _close(self) -> None:
         with self._pumping:

@@ -39,34 +39,8 @@ from quire.types.step import StepPlan
 from quire.utils.collector import paused_collector
 from quire.utils.log import get_logger, setup_logging
 from quire.utils.streams import receive_exactly
+from quire.worker import rank_messages as messages
 from quire.worker.inproc import InProcExecutor, InProcStep
-from quire.worker.rank_messages import (
-    AdapterRead,
-    Changed,
-    CheckWeights,
-    Described,
-    Died,
-    Done,
-    Execute,
-    Failed,
-    ForgetAdapter,
-    FromRank,
-    Pause,
-    Paused,
-    Phase,
-    Prepare,
-    Prepared,
-    RankChange,
-    RankOrder,
-    ReadAdapter,
-    Sample,
-    Sleep,
-    ToRank,
-    UpdateWeights,
-    Wake,
-    decode_order,
-    frame,
-)
 from quire.worker.ring import NOTICE, RingReader, ring_bytes
 from quire.worker.worker import Worker
 
@@ -99,18 +73,18 @@ class RankChannel(ABC):
     def has_order(self) -> bool: ...
 
     @abstractmethod
-    def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
+    def take_order(self, obey: Callable[[messages.ToRank, NDArray[np.uint8]], None]) -> None:
         """Wait for a message; `obey` gets it and its payload, which is gone afterwards. EOFError at the end."""
 
     @abstractmethod
-    def send(self, message: FromRank) -> None:
+    def send(self, message: messages.FromRank) -> None:
         """From any thread."""
 
 
 class LocalChannel(RankChannel):
     """A socket, and the engine's ring in shared memory."""
 
-    def __init__(self, order: RankOrder) -> None:
+    def __init__(self, order: messages.RankOrder) -> None:
         self._order = order
         self._socket = socket.socket(fileno=order.socket_fd)
         self._send_lock = threading.Lock()  # adapters are read on a thread of their own
@@ -127,19 +101,19 @@ class LocalChannel(RankChannel):
     def has_order(self) -> bool:
         return bool(select.select([self._socket], [], [], 0)[0])
 
-    def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
+    def take_order(self, obey: Callable[[messages.ToRank, NDArray[np.uint8]], None]) -> None:
         position, header, payload = NOTICE.unpack(receive_exactly(self._socket, NOTICE.size))
         if position < 0:
             data = receive_exactly(self._socket, header + payload)
-            obey(decode_order(data[:header]), np.frombuffer(data, np.uint8, payload, header))
+            obey(messages.decode_order(data[:header]), np.frombuffer(data, np.uint8, payload, header))
             return
         message, rest = self._ring.read(position, header, payload)
-        obey(decode_order(message), rest)
+        obey(messages.decode_order(message), rest)
         self._ring.release(position, header + payload)
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: messages.FromRank) -> None:
         with self._send_lock:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(messages.frame(message))
 
 
 class Rank:
@@ -153,7 +127,7 @@ class Rank:
         """Serve until the engine is gone; returns the exit status."""
         try:
             executor = self._start()
-            self._channel.send(Described(executor.description))
+            self._channel.send(messages.Described(executor.description))
             self._serve(executor)
             return 0
         except Exception as error:  # whatever it was, the engine must hear of it
@@ -161,7 +135,7 @@ class Rank:
             cause = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             if not is_permanent:
                 logger.error("rank %d cannot go on", self._rank, exc_info=error)
-            self._channel.send(Died(cause, is_permanent))
+            self._channel.send(messages.Died(cause, is_permanent))
             return 1
 
     def _serve(self, executor: InProcExecutor) -> None:
@@ -190,11 +164,11 @@ class Rank:
 
     def _report(self, name: str, progress: float | None = None) -> None:
         if self._rank == 0:
-            self._channel.send(Phase(name, progress))
+            self._channel.send(messages.Phase(name, progress))
 
-    def _obey(self, executor: InProcExecutor, message: ToRank, payload: NDArray[np.uint8]) -> None:
+    def _obey(self, executor: InProcExecutor, message: messages.ToRank, payload: NDArray[np.uint8]) -> None:
         match message:
-            case Execute(plan, returned):
+            case messages.Execute(plan, returned):
                 if returned:
                     executor.learn(returned)
                 step = executor.execute(plan)
@@ -202,36 +176,36 @@ class Rank:
                 self._awaits_masks = bool(plan.mask_slots)
                 if step.done() and not self._awaits_masks:
                     self._answer_all(executor)
-            case Sample(count):
+            case messages.Sample(count):
                 masks: Future[Masks] = Future()
                 masks.set_result(payload.view(np.int32).reshape(count, -1))
                 self._running[-1][1].sample(masks)
                 self._awaits_masks = False
                 if self._running[-1][1].done():
                     self._answer_all(executor)
-            case Prepare():
-                self._channel.send(Prepared(executor.capture_next()))
-            case ReadAdapter(ref):
+            case messages.Prepare():
+                self._channel.send(messages.Prepared(executor.capture_next()))
+            case messages.ReadAdapter(ref):
                 executor.read_adapter(ref).add_done_callback(lambda done: self._tell_adapter(ref.digest, done))
-            case ForgetAdapter(digest):
+            case messages.ForgetAdapter(digest):
                 executor.forget_adapter(digest)
-            case Sleep() | Wake() | CheckWeights() | UpdateWeights():
+            case messages.Sleep() | messages.Wake() | messages.CheckWeights() | messages.UpdateWeights():
                 self._answer_all(executor)
                 self._change(executor, message).add_done_callback(self._tell_change)
-            case Pause():
+            case messages.Pause():
                 self._awaits_masks = False
                 self._answer_all(executor)
-                self._channel.send(Paused())
+                self._channel.send(messages.Paused())
 
-    def _change(self, executor: InProcExecutor, message: RankChange) -> Future[str]:
+    def _change(self, executor: InProcExecutor, message: messages.RankChange) -> Future[str]:
         match message:
-            case Sleep(level):
+            case messages.Sleep(level):
                 return executor.sleep(level)
-            case Wake():
+            case messages.Wake():
                 return executor.wake()
-            case CheckWeights(path):
+            case messages.CheckWeights(path):
                 return executor.check_weights(path)
-            case UpdateWeights(path):
+            case messages.UpdateWeights(path):
                 return executor.update_weights(path)
 
     def _answer_all(self, executor: InProcExecutor) -> None:
@@ -246,26 +220,26 @@ class Rank:
             is_echo = failure.is_told  # then the error may be no more than a result of what went wrong there
             failure.tell()
             reason = f"{type(error).__name__}: {error}"
-            self._channel.send(Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
+            self._channel.send(messages.Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
         elif failure.is_told:
-            self._channel.send(Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
+            self._channel.send(messages.Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
         elif self._rank == self._config.parallel.answering_rank:
-            self._channel.send(Done(step.result()))
+            self._channel.send(messages.Done(step.result()))
 
     def _tell_adapter(self, digest: str, reading: Future[int]) -> None:
         error = reading.exception()
         if error is None:
-            self._channel.send(AdapterRead(digest, reading.result()))
+            self._channel.send(messages.AdapterRead(digest, reading.result()))
         else:
-            self._channel.send(AdapterRead(digest, 0, str(error)))
+            self._channel.send(messages.AdapterRead(digest, 0, str(error)))
 
     def _tell_change(self, done: Future[str]) -> None:
         error = done.exception()
         if error is None:
-            self._channel.send(Changed(done.result()))
+            self._channel.send(messages.Changed(done.result()))
         else:
             reason = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-            self._channel.send(Changed("", reason, isinstance(error, EngineDeadError)))
+            self._channel.send(messages.Changed("", reason, isinstance(error, EngineDeadError)))
 
 
 def set_up_process(rank: int) -> None:
@@ -280,7 +254,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:  # the parent is gone
         return 0
-    order = msgspec.json.decode(line, type=RankOrder)
+    order = msgspec.json.decode(line, type=messages.RankOrder)
     set_up_process(order.rank)
     channel, stopped = LocalChannel(order), threading.Event()
     beat = (channel.beat, os.getppid(), stopped)

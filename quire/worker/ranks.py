@@ -22,32 +22,9 @@ from quire.types.request import AdapterRef
 from quire.types.step import Returned, StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
+from quire.worker import rank_messages as messages
 from quire.worker.description import WorkerDescription
 from quire.worker.executor import Executor
-from quire.worker.rank_messages import (
-    AdapterRead,
-    Changed,
-    CheckWeights,
-    Described,
-    Died,
-    Done,
-    Execute,
-    Failed,
-    ForgetAdapter,
-    FromRank,
-    Pause,
-    Paused,
-    Phase,
-    Prepare,
-    Prepared,
-    RankChange,
-    ReadAdapter,
-    Sample,
-    Sleep,
-    ToRank,
-    UpdateWeights,
-    Wake,
-)
 
 logger = get_logger(__name__)
 
@@ -71,7 +48,7 @@ class RankStep:
 
     def sample(self, masks: Future[Masks]) -> None:
         found = masks.result()
-        self._executor.send(Sample(len(found)), found.reshape(-1).view(np.uint8))
+        self._executor.send(messages.Sample(len(found)), found.reshape(-1).view(np.uint8))
 
     def done(self) -> bool:
         return self._answer is not None or self._executor.has_answer(self._step_id)
@@ -103,8 +80,8 @@ class RanksExecutor(Executor):
         self._prepared: list[bool] = []
         self._num_paused = 0
         self._must_pause = False
-        self._adapters: dict[str, tuple[Future[int], list[AdapterRead]]] = {}
-        self._changing: tuple[RankChange, Future[str], dict[int, Changed]] | None = None
+        self._adapters: dict[str, tuple[Future[int], list[messages.AdapterRead]]] = {}
+        self._changing: tuple[messages.RankChange, Future[str], dict[int, messages.Changed]] | None = None
         self._pumping = threading.RLock()  # held by whoever takes messages in
         self._stopping = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="quire-ranks", daemon=True)
@@ -114,7 +91,7 @@ class RanksExecutor(Executor):
         """Send a message to all ranks."""
 
     @abstractmethod
-    def _receive(self, limit: float) -> Iterator[tuple[int, FromRank]]:
+    def _receive(self, limit: float) -> Iterator[tuple[int, messages.FromRank]]:
         """What ranks say; waits at most `limit` seconds. EngineDeadError, after its last words, if one is gone."""
 
     @abstractmethod
@@ -165,14 +142,14 @@ class RanksExecutor(Executor):
         if self._must_pause and self.failure is None:
             self._pause()
         returned, self._returned = self._returned, []
-        self.send(Execute(plan, returned))
+        self.send(messages.Execute(plan, returned))
         return RankStep(self, plan.step_id)
 
     def capture_next(self) -> bool:
         if self.failure is not None:
             return False
         self._prepared.clear()
-        self.send(Prepare())
+        self.send(messages.Prepare())
         try:
             self._wait_until(lambda: len(self._prepared) == self.num_ranks)
         except EngineError:
@@ -183,20 +160,20 @@ class RanksExecutor(Executor):
         with self._pumping:
             if ref.digest not in self._adapters:
                 self._adapters[ref.digest] = (Future(), [])
-                self.send(ReadAdapter(ref))
+                self.send(messages.ReadAdapter(ref))
             future = self._adapters[ref.digest][0]
         if self.failure is not None and not future.done():
             future.set_exception(self.failure)
         return future
 
     def forget_adapter(self, digest: str) -> None:
-        self.send(ForgetAdapter(digest))
+        self.send(messages.ForgetAdapter(digest))
 
     def sleep(self, level: int) -> Future[str]:
-        return self._change(Sleep(level))
+        return self._change(messages.Sleep(level))
 
     def wake(self) -> Future[str]:
-        return self._change(Wake())
+        return self._change(messages.Wake())
 
     def update_weights(self, path: str) -> Future[str]:
         """No rank lets its weights go before all have checked the others."""
@@ -204,7 +181,7 @@ class RanksExecutor(Executor):
 
         def update(checked: Future[str]) -> None:
             if checked.exception() is None:
-                self._change(UpdateWeights(path)).add_done_callback(tell)
+                self._change(messages.UpdateWeights(path)).add_done_callback(tell)
             else:
                 tell(checked)
 
@@ -215,10 +192,10 @@ class RanksExecutor(Executor):
             else:
                 updated.set_exception(error)
 
-        self._change(CheckWeights(path)).add_done_callback(update)
+        self._change(messages.CheckWeights(path)).add_done_callback(update)
         return updated
 
-    def _change(self, message: RankChange) -> Future[str]:
+    def _change(self, message: messages.RankChange) -> Future[str]:
         with self._pumping:
             self._returned.clear()  # nobody has a row for them
             self._changing = message, Future(), {}
@@ -237,7 +214,7 @@ class RanksExecutor(Executor):
             self._monitor.join()
         self._close()
 
-    def send(self, message: ToRank, payload: NDArray[np.uint8] = _NOTHING) -> None:
+    def send(self, message: messages.ToRank, payload: NDArray[np.uint8] = _NOTHING) -> None:
         """To all ranks, in this order for each. Nobody gets it any more once one has failed."""
         if self.failure is None:
             with suppress(EngineDeadError):
@@ -266,7 +243,7 @@ class RanksExecutor(Executor):
     def _pause(self) -> None:
         """After a failed step: have all ranks come to rest, so that none waits for another, and start over."""
         self._num_paused = 0
-        self.send(Pause())
+        self.send(messages.Pause())
         with suppress(EngineError):  # whoever waits for the step hears of it
             self._wait_until(lambda: self._num_paused == self.num_ranks)
         self._start_over()
@@ -284,35 +261,35 @@ class RanksExecutor(Executor):
             except EngineDeadError as error:
                 self._fail(error)
 
-    def _take(self, rank: int, message: FromRank) -> None:
+    def _take(self, rank: int, message: messages.FromRank) -> None:
         match message:
-            case Done(result):
+            case messages.Done(result):
                 if self._is_pipeline:
                     self._returned.append(Returned(result.step_id, result.token_ids, list(result.errors)))
                 self._answers.setdefault(result.step_id, result)
-            case Failed(step_id, reason, is_sticky, is_echo):
+            case messages.Failed(step_id, reason, is_sticky, is_echo):
                 self._must_pause = True
                 if is_sticky and is_echo:  # the step's answer may be another rank's already
                     self._fail(EngineDeadError(f"rank {rank}: {reason}"))
                 if not is_echo or step_id not in self._answers:
                     self._answers[step_id] = RankStepError(f"rank {rank}: {reason}", is_sticky=is_sticky)
                 self._on_failed_step()
-            case Described(description):
+            case messages.Described(description):
                 self._descriptions[rank] = description
-            case Phase(name, progress):
+            case messages.Phase(name, progress):
                 self._report(name, progress)
-            case Prepared(more):
+            case messages.Prepared(more):
                 self._prepared.append(more)
-            case Paused():
+            case messages.Paused():
                 self._num_paused += 1
-            case AdapterRead():
+            case messages.AdapterRead():
                 self._take_adapter(message)
-            case Changed():
+            case messages.Changed():
                 self._take_change(rank, message)
-            case Died(reason, is_permanent):
+            case messages.Died(reason, is_permanent):
                 self._fail(ConfigError(reason) if is_permanent else EngineDeadError(f"rank {rank}: {reason}"))
 
-    def _take_adapter(self, read: AdapterRead) -> None:
+    def _take_adapter(self, read: messages.AdapterRead) -> None:
         future, said = self._adapters[read.digest]
         said.append(read)
         if len(said) < self.num_ranks:
@@ -324,7 +301,7 @@ class RanksExecutor(Executor):
         else:
             future.set_result(sum(one.num_bytes for one in said))
 
-    def _take_change(self, rank: int, changed: Changed) -> None:
+    def _take_change(self, rank: int, changed: messages.Changed) -> None:
         assert self._changing is not None, "no rank was told to change"
         message, future, said = self._changing
         said[rank] = changed
@@ -337,7 +314,7 @@ class RanksExecutor(Executor):
         reason = "; ".join(f"rank {rank}: {one.error}" for rank, one in errors.items())
         reason = reason or "ranks have different files where the weights are"
         undone = len(errors) == self.num_ranks and not any(one.is_fatal for one in errors.values())
-        if isinstance(message, CheckWeights) or (isinstance(message, UpdateWeights) and undone):
+        if isinstance(message, messages.CheckWeights) or (isinstance(message, messages.UpdateWeights) and undone):
             future.set_exception(EngineError(reason))
         else:
             self._fail(EngineDeadError(reason))

@@ -30,21 +30,10 @@ from quire.platform.base import Platform
 from quire.types.errors import QuireError
 from quire.utils.log import get_logger
 from quire.utils.version import build_version
+from quire.worker import rank_messages as messages
 from quire.worker.door import Context, derive, knock
 from quire.worker.joining import CONTROL, ORDERS, REFUSED, REPORTS, JoinOrder
 from quire.worker.rank import BEAT_EVERY, Rank, RankChannel, set_up_process
-from quire.worker.rank_messages import (
-    Beat,
-    Connect,
-    Ended,
-    FromRank,
-    Join,
-    Leave,
-    Placement,
-    Present,
-    ToRank,
-    decode_order,
-)
 
 logger = get_logger("quire.worker.remote_rank")  # not __main__
 
@@ -64,12 +53,12 @@ class RemoteChannel(RankChannel):
             knock(self._context, order.address, order.secret, token + use) for use in (ORDERS, REPORTS, CONTROL)
         )
         self._send_lock = threading.Lock()  # adapters are read on a thread of their own
-        self._placement: Placement | None = None
+        self._placement: messages.Placement | None = None
         self.failure = self._mesh = Mesh(_address_towards(order.address), derive(order.secret, b"mesh"))
 
-    def join(self) -> Placement:
+    def join(self) -> messages.Placement:
         """Ask for a place until there is one."""
-        mine = Join(build_version(), socket.gethostname(), os.getpid(), self._mesh.address)
+        mine = messages.Join(build_version(), socket.gethostname(), os.getpid(), self._mesh.address)
         asked = 0.0
         while True:
             if time.monotonic() - asked >= 1.0:
@@ -77,26 +66,26 @@ class RemoteChannel(RankChannel):
                 asked = time.monotonic()
             if not self._orders.poll(200):
                 continue
-            match decode_order(self._orders.recv()):
-                case Placement() as placement:
+            match messages.decode_order(self._orders.recv()):
+                case messages.Placement() as placement:
                     self._placement = placement
                     return placement
-                case Leave(reason):
+                case messages.Leave(reason):
                     raise RefusedError(reason)
 
     def keep_beating(self, parent: int) -> None:
         """Without its engine or its parent the process ends at once, even where a step waits for other ranks."""
         silent_for = 0
         while True:
-            self._control.send(msgspec.msgpack.encode(Beat(self._placement is not None)))
+            self._control.send(msgspec.msgpack.encode(messages.Beat(self._placement is not None)))
             silent_for += 1
             until = time.monotonic() + BEAT_EVERY
             while self._control.poll(max(0, int((until - time.monotonic()) * 1000))):
                 silent_for = 0
-                match decode_order(self._control.recv()):
-                    case Ended(round) if round == self._mesh.round:
+                match messages.decode_order(self._control.recv()):
+                    case messages.Ended(round) if round == self._mesh.round:
                         self._mesh.tell()
-                    case Leave(reason, is_refused):
+                    case messages.Leave(reason, is_refused):
                         if is_refused:
                             print(f"error: {reason}", file=sys.stderr, flush=True)
                         else:
@@ -110,25 +99,25 @@ class RemoteChannel(RankChannel):
         config, rank = self._placement.config, self._placement.rank
         parallel = config.parallel
         self._mesh.tensor_size, self._mesh.stages, self._mesh.context_size = parallel.sizes
-        self.send(Present(model_digest(find_model(config.model), config.model)))
-        order = decode_order(self._orders.recv())
-        assert isinstance(order, Connect)
+        self.send(messages.Present(model_digest(find_model(config.model), config.model)))
+        order = messages.decode_order(self._orders.recv())
+        assert isinstance(order, messages.Connect)
         self._mesh.connect(rank, order.addresses, order.round)
         return connect(platform, self._mesh, rank, parallel, self._placement.meeting)
 
     def has_order(self) -> bool:
         return bool(self._orders.poll(0))
 
-    def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
+    def take_order(self, obey: Callable[[messages.ToRank, NDArray[np.uint8]], None]) -> None:
         header, *payload = self._orders.recv_multipart()
-        match decode_order(header):
-            case Connect(addresses, round):
+        match messages.decode_order(header):
+            case messages.Connect(addresses, round):
                 assert self._placement is not None
                 self._mesh.connect(self._placement.rank, addresses, round)
             case message:
                 obey(message, np.frombuffer(payload[0] if payload else b"", dtype=np.uint8))
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: messages.FromRank) -> None:
         with self._send_lock:
             self._reports.send(msgspec.msgpack.encode(message))
 

@@ -1,4 +1,4 @@
-"""What the router believes that replicas have cached is what their block pools hold, and what is on its way to them."""
+"""What the router believes that replicas have cached is what their block pools hold, and what is on its way."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_steps_are_told_once_and_only_while_somebody_looks() -> None:
     assert isinstance(core.watch, Recorder)
     assert obey(core, Command(1, "console", {"stop": True})).error is None
     assert core.watch is NO_LOG
-    assert core.scheduler.kv.events == []
+    assert core.scheduler.kv.listeners == []
 
 
 def test_looking_is_no_work_and_wakes_nobody_who_prepares() -> None:

@@ -34,6 +34,7 @@ def test_a_group_of_one_exchanges_with_itself(collectives: Any) -> None:
     assert torch.equal(collectives.all_reduce(x), x)
     assert torch.equal(collectives.all_gather(x, 7), x)
     assert torch.equal(collectives.gather_rows(collectives.reduce_scatter(x), 5), x)
+    assert torch.equal(collectives.sum_by_shares(x), x)
     assert collectives.minimum([3, 1 << 40]) == [3, 1 << 40]
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.kv.block_pool import Block, BlockPool
 from quire.types.errors import ConfigError
-from tests.kv.recorder import RecordingEventSink
+from tests.kv.recorder import Recorder
 
 
 def ids(blocks: list[Block]) -> list[int]:
@@ -33,7 +33,7 @@ def test_too_small_a_pool_is_refused() -> None:
 
 
 def test_cached_blocks_are_evicted_least_recently_used_first_and_empty_ones_before_them() -> None:
-    events = RecordingEventSink()
+    events = Recorder()
     pool = BlockPool(6, 1, [events])
     a, b, c, d, e = pool.allocate(5)
     for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
@@ -45,7 +45,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_empty_ones_befo
     pool.touch([b])
     pool.release([b])
     assert pool.allocate(2) == [a, b], "using b made it the most recent"
-    assert [event.block_hash for event in events.events if event.kind == "evicted"] == [b"c", b"a", b"b"]
+    assert [event.block_hash for event in events.events if not event.is_cached] == [b"c", b"a", b"b"]
     pool.check_integrity()
 
 
@@ -112,7 +112,7 @@ class PoolTrace(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events = RecordingEventSink()
+        self.events = Recorder()
         self.pool = BlockPool(8, 2, [self.events])
         self.held: list[list[Block]] = []
         self.next_name = 0
@@ -160,7 +160,7 @@ class PoolTrace(RuleBasedStateMachine):
         assert [block.ref_count for block in self.pool.blocks] == uses
         found = set()
         for event in self.events.events:
-            (found.add if event.kind == "stored" else found.remove)((event.group, event.block_hash))
+            (found.add if event.is_cached else found.remove)((event.group, event.block_hash))
         assert found == {(group, name) for group in (0, 1) for name in self.pool.cached[group]}
 
 

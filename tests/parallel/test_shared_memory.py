@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.ops.base import Op, Target
 from quire.ops.routing import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.parallel.collectives import Collectives
-from quire.parallel.expert_exchange import ExpertExchange
+from quire.parallel.expert_exchange import AllToAll, SlotShares
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.shared_memory import (
     LINK_BYTES,
@@ -74,6 +74,7 @@ def check_rows(work: Callable[[Callable[[Collectives, int], object]], list[objec
         shard = group.reduce_scatter(mine[rank])
         assert torch.equal(group.own_rows(whole[:rows]), shard)
         line = group.gather_rows(shard[:, 0].bfloat16(), rows)  # of one value, in half precision
+        assert torch.equal(group.sum_by_shares(mine[rank]), whole[:rows])
         return shard, group.gather_rows(shard, rows), line
 
     for rank, found in enumerate(work(scatter)):
@@ -192,8 +193,11 @@ def test_what_is_dispatched_is_the_references(op: Op[Any]) -> None:
                 assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("kind", [AllToAll, SlotShares])
 @pytest.mark.parametrize(("tokens", "size", "cycle"), [(1, 2, 1), (13, 3, 4), (64, 4, 1)])
-def test_tokens_are_dispatched_and_what_experts_give_is_combined(tokens: int, size: int, cycle: int) -> None:
+def test_tokens_are_dispatched_and_what_experts_give_is_combined(
+    tokens: int, size: int, cycle: int, kind: type[SlotShares]
+) -> None:
     """Experts that multiply by their numbers; a token whose weight is not finite spoils no other."""
     k, share = 3, 4
     generator = torch.Generator().manual_seed(tokens)
@@ -207,12 +211,14 @@ def test_tokens_are_dispatched_and_what_experts_give_is_combined(tokens: int, si
         expected = expected + given[:, slot] * weights[:, slot : slot + 1]
 
     def work(collectives: SharedMemoryCollectives, rank: int) -> Tensor:
-        exchange = ExpertExchange(ParallelGroup(rank, size, collectives), share)
+        exchange = kind(ParallelGroup(rank, size, collectives), share)
         is_mine = (torch.arange(tokens) % size == rank).unsqueeze(1)
-        here, back = exchange.dispatch(x.where(is_mine, torch.nan), ids, places)
+        here, back = exchange.dispatch(x if kind is SlotShares else x.where(is_mine, torch.nan), ids, places)
         columns = torch.arange(tokens).unsqueeze(1) % cycle
         is_here = (places[ids.long(), columns] // share == rank).unsqueeze(-1)
-        computed = (here.unsqueeze(1) * (ids.unsqueeze(-1) + 1)).where(is_here, torch.nan)
+        computed = (here.unsqueeze(1) * (ids.unsqueeze(-1) + 1)).where(
+            is_here, 0.0 if kind is SlotShares else torch.nan
+        )
         return exchange.combine(computed, weights, back)
 
     for found in on_ranks(size, work):

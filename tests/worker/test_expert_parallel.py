@@ -25,7 +25,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_inte
 SMALL: dict[str, Any] = {"model_type": "qwen2_moe", **EXPERTS, "num_hidden_layers": 2}
 SPLIT: dict[str, Any] = {"enable_expert_parallel": True}
 MOVING: dict[str, Any] = {**SPLIT, "num_redundant_experts": 4, "enable_eplb": True, "eplb_interval": 6}
-EXACT: dict[str, Any] = {**MOVING, "all2all_backend": "all_to_all", "tp_exact": True}
+EXACT: dict[str, Any] = {**MOVING, "tp_exact": True}
 MOVED = "moved by their load"  # in the log of the first rank
 
 COMMON: dict[str, Any] = SETTINGS | {"max_model_len": 256}
@@ -95,6 +95,7 @@ def test_every_kind_of_expert_is_held_whole(
     assert (MOVED in capfd.readouterr().err) == ("enable_eplb" in settings)
 
 
+@pytest.mark.parametrize("backend", ["all_to_all", "allgather_reducescatter"])
 @pytest.mark.parametrize(
     ("size", "kind"),
     [
@@ -103,17 +104,31 @@ def test_every_kind_of_expert_is_held_whole(
         pytest.param(2, {**KINDS["sinks"], "num_local_experts": 8}, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_that_exchange_tokens_give_the_bits_of_one(
-    size: int, kind: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_ranks_that_exchange_results_of_slots_give_the_bits_of_one(
+    size: int, kind: dict[str, Any], backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By all-to-all with exact sums, three experts a token and copies of some, while experts move under load."""
+    """With exact sums, three experts a token and copies of some, while experts move under load; as kernel lists."""
     kind = dict(kind)
     common = COMMON | {"quantization": kind.pop("quantization", "auto")}
     model, jobs = make_model(tmp_path / "model", **kind), constrained(make_jobs(16, longest=100))
     expected = answers_of(model, jobs, tp_exact=True, **common)
-    rows = {"sequence_parallel_threshold": 19}
+    rows = {"sequence_parallel_threshold": 19, "all2all_backend": backend}
     found = answers_of(model, jobs, tensor_parallel_size=size, **rows, **EXACT, **common)
-    assert MOVED in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert MOVED in said
+    assert "steps run eagerly" not in said
+    for name, answer in expected.items():
+        assert found[name].content() == answer.content(), name
+        assert found[name].error is None
+
+
+def test_a_reduce_scatter_gives_the_bits_of_an_all_reduce(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On two ranks, in steps that are held by rows and in others, which are kernel lists."""
+    jobs = make_jobs(12, longest=60)
+    ranks = COMMON | SPLIT | {"tensor_parallel_size": 2, "sequence_parallel_threshold": 32}
+    expected = answers_of(model, jobs, **ranks)
+    found = answers_of(model, jobs, **ranks, all2all_backend="allgather_reducescatter")
+    assert "steps run eagerly" not in capfd.readouterr().err
     for name, answer in expected.items():
         assert found[name].content() == answer.content(), name
         assert found[name].error is None

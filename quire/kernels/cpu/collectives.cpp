@@ -179,6 +179,7 @@ void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes
 void scatter_rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
                              int64_t rows, int64_t share, int64_t width) {
     const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    share = share_of(rows, share, size);
     const int64_t held = left(rank * share, rows, share);
     if (scatter_sum(group, x, out, rows * width, share * width))
         std::memset(out + held * width, 0, (share - held) * width * sizeof(float));
@@ -187,6 +188,7 @@ void scatter_rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t s
 void gather_rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
                             int64_t rows, int64_t share, int64_t width) {
     const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    share = share_of(rows, share, size);
     gather(group, x, out, 1, left(rank * share, rows, share) * width, share * width, rows * width);
 }
 
@@ -195,7 +197,8 @@ void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_by
     gather(Group{static_cast<char*>(memory), rank, size, slot_bytes}, x, out, rows, width, share, total);
 }
 
-void own_rows(int64_t rank, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
+void own_rows(int64_t rank, int64_t size, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
+    share = share_of(rows, share, size);
     const int64_t first = rank * share, held = left(first, rows, share);
     if (held) std::memcpy(out, x + first * width, held * width * sizeof(float));
     std::memset(out + held * width, 0, (share - held) * width * sizeof(float));

@@ -115,7 +115,7 @@ static inline void run_gate_up(const void* plans, const float* x, const int32_t*
 }
 
 // a [tokens, k, inner] -> out [tokens, outputs]: the weighted results of a token are added from the first to the last. Without
-// weights -> out [tokens, k, outputs]: each result by itself; those of other processes' experts are left as they are
+// weights -> out [tokens, k, outputs]: each result by itself; those of other processes' experts are 0
 template <class Multiply>
 static inline void run_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
                             int64_t tokens, int64_t k, int64_t experts, const Multiply& multiply) {
@@ -124,9 +124,11 @@ static inline void run_down(const void* plans, const float* a, const int32_t* id
                 [&](int64_t first, int64_t count, const int64_t* place, const float* results) {
                     if (!weights) {
                         parallel(count * k, 1 + LEAST_COPIED / width, [&](int64_t begin, int64_t end) {
-                            for (int64_t r = begin; r < end; ++r)
-                                if (place[r] >= 0)
-                                    std::memcpy(out + (first * k + r) * width, results + place[r] * width, width * sizeof(float));
+                            for (int64_t r = begin; r < end; ++r) {
+                                float* slot = out + (first * k + r) * width;
+                                if (place[r] >= 0) std::memcpy(slot, results + place[r] * width, width * sizeof(float));
+                                else std::memset(slot, 0, width * sizeof(float));
+                            }
                         });
                         return;
                     }

@@ -75,7 +75,7 @@ class GroupedProduct:
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor | None) -> Tensor:
         """a [n, k, inner], expert_ids [n, k], weights [n, k] -> [n, outputs].
 
-        Without weights [n, k, outputs], each result by itself; rows of experts beyond the last are not written.
+        Without weights [n, k, outputs], each result by itself; rows of experts beyond the last are 0.
         """
         a, expert_ids = a.contiguous(), expert_ids.contiguous()
         weights = None if weights is None else weights.contiguous()

@@ -31,5 +31,8 @@ static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 static inline Vec get(const float* p, int n) { return n == LANES ? load(p) : load_part(p, n); }
 static inline void put(float* p, Vec v, int n) { n == LANES ? store(p, v) : store_part(p, v, n); }
+
+// Rows that each of `size` ranks holds of `rows`: all that are held by rows have the same share, else it is 0 and found here.
+static inline int64_t share_of(int64_t rows, int64_t share, int64_t size) { return share ? share : (rows + size - 1) / size; }
 }  // namespace QUIRE_NS
 }  // namespace quire

@@ -166,13 +166,15 @@ void sum_over_sockets(void* group, const float* x, float* out, int64_t rows, int
 
 void scatter_rows_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
     const Mesh mesh{static_cast<int64_t*>(group)};
+    share = share_of(rows, share, mesh.size());
     const int64_t held = left(mesh.rank() * share, rows, share);
     if (scatter_sum(mesh, x, out, rows * width, share * width))
         std::memset(out + held * width, 0, (share - held) * width * sizeof(float));
 }
 
 void gather_rows_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t share, int64_t width) {
-    gather(Mesh{static_cast<int64_t*>(group)}, x, out, 1, share * width, rows * width);
+    const Mesh mesh{static_cast<int64_t*>(group)};
+    gather(mesh, x, out, 1, share_of(rows, share, mesh.size()) * width, rows * width);
 }
 
 void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, int64_t width, int64_t share, int64_t total) {

@@ -187,7 +187,7 @@ class GroupedMethod(MatrixMethod):
     def slots(self, a: Tensor, expert_ids: Tensor) -> Tensor:
         """a [n, k, in_features], expert_ids [n, k] int32 -> what each slot's expert gives, [n, k, out_features].
 
-        Results of experts beyond the last are anything.
+        Results of experts beyond the last are 0.
         """
         ones = torch.ones(expert_ids.numel(), 1, dtype=torch.float32, device=a.device)
         out = self.down(a.flatten(0, 1).unsqueeze(1), expert_ids.reshape(-1, 1), ones)
