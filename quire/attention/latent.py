@@ -13,13 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.attention.base import (
-    AttentionBackend,
-    HeadNorm,
-    LayerCache,
-    Rotation,
-    Written,
-)
+from quire.attention.base import AttentionBackend, HeadNorm, LayerCache, Rotation, Written
 from quire.ops.split_k import PartialSums
 from quire.types.errors import EngineError
 

@@ -45,16 +45,9 @@ LaunchReplica = Callable[[int, int], ZmqClient]
 """Launches a replica: its index, and the number of replicas."""
 
 
-SINCE_START = (
-    "num_preemptions",
-    "prefix_queries",
-    "prefix_hits",
-    "prompt_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "accepted_per_position",
-    "prefix_without_state",
+SINCE_START = (  # fields of EngineStats
+    *("num_preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "num_drafts", "num_draft_tokens"),
+    *("num_accepted_tokens", "accepted_per_position", "prefix_without_state"),
 )
 
 

@@ -53,9 +53,7 @@ class SchedulerSetup:
             shares=WholePrompts()
             if self.takes_whole_prompts
             else make_shares(
-                self.step_time_target,
-                self.performance_mode,
-                StepTimes(prior, self.step_sizes, self.query_tile),
+                self.step_time_target, self.performance_mode, StepTimes(prior, self.step_sizes, self.query_tile)
             ),
             adapters=AdapterSlots(self.adapter_slots) if self.adapter_slots else None,
             drafting=make_drafting(self.speculative, StepTimes(prior), forced),

@@ -83,12 +83,7 @@ class KVCacheManager:
     A number alone is for layouts of one pool.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        num_blocks: int | Sequence[int],
-        enable_prefix_caching: bool = True,
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int | Sequence[int], enable_prefix_caching: bool = True) -> None:
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching

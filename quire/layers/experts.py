@@ -15,16 +15,7 @@ from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
 from quire.layers.quant.plain import PlainLinear
 from quire.layers.quant.registry import choose_grouped
-from quire.layers.scheme import (
-    F32,
-    Scheme,
-    Weight,
-    as_tensor,
-    matrix_of,
-    part_of,
-    part_scheme,
-    rows_of,
-)
+from quire.layers.scheme import F32, Scheme, Weight, as_tensor, matrix_of, part_of, part_scheme, rows_of
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.gated_linear import ACTIVATIONS

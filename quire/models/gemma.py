@@ -14,12 +14,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
-GEMMA2 = {
-    **COMMON,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "max_position_embeddings": 8192,
-}
+GEMMA2 = {**COMMON, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192}
 GEMMA3 = {
     **COMMON,
     "sliding_window_pattern": 6,
@@ -66,9 +61,4 @@ class Gemma3(DecoderLM):
         if config.get("use_bidirectional_attention"):  # an embedder, half of whose window is on either side
             config = {**config, "sliding_window": read["sliding_window"] // 2, "is_causal": False}
         pattern = read["sliding_window_pattern"]
-        return read_gemma(
-            config,
-            GEMMA3,
-            is_sliding=lambda layer: (layer + 1) % pattern != 0,
-            qk_norm="head",
-        )
+        return read_gemma(config, GEMMA3, is_sliding=lambda layer: (layer + 1) % pattern != 0, qk_norm="head")

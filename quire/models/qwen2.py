@@ -23,12 +23,7 @@ class Qwen3(DecoderLM):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        return read_config(
-            config,
-            defaults={"head_dim": 128},
-            is_sliding=upper_layers(config),
-            qk_norm="head",
-        )
+        return read_config(config, defaults={"head_dim": 128}, is_sliding=upper_layers(config), qk_norm="head")
 
 
 def upper_layers(config: dict[str, Any]) -> Callable[[int], bool] | None:

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from quire.config.groups import ParallelConfig
-from quire.parallel.collectives import Collectives
 from quire.parallel.groups import ContextShare, ParallelGroup
-from quire.parallel.pipeline import Link, Pipeline
+from quire.parallel.pipeline import Pipeline
+from quire.parallel.shared_memory import RankMemory
+from quire.parallel.sockets import Mesh
 from quire.platform.base import Platform
 
 
-class HostLinks(Protocol):
-    """What connects ranks that compute on CPUs. Ranks of the first stage come first."""
-
-    def of_stage(self, rank: int) -> Collectives:
-        """Of the ranks that share this one's layers."""
-
-    def of_context(self, rank: int) -> Collectives:
-        """Of the ranks that split contexts with this one."""
-
-    def of_all(self, rank: int) -> Collectives: ...
-
-    def link(self, rank: int) -> Link:
-        """To the ranks in its place of the stages before and after it."""
-
-
 def connect(
-    platform: Platform, links: HostLinks, rank: int, parallel: ParallelConfig, meeting: str
+    platform: Platform, links: RankMemory | Mesh, rank: int, parallel: ParallelConfig, meeting: str
 ) -> tuple[ParallelGroup, Pipeline]:
-    """The group of this rank and its place among the stages.
+    """The group of this rank and its place among the stages, of which the first has the first ranks.
 
+    `links` connect ranks on CPUs; a link of theirs is to the ranks in its place of the stages before and after it.
     At `meeting`, a file that does not exist yet or tcp://ADDRESS:PORT, ranks on GPUs find each other.
     """
     size, stages, contexts = parallel.sizes

@@ -394,13 +394,7 @@ def plan_memory(
     )
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(
-        config,
-        needs_weights=False,
-        others=others,
-        group=group,
-        pipeline=pipeline,
-        supply=supply,
-        platform=platform,
+        config, needs_weights=False, others=others, group=group, pipeline=pipeline, supply=supply, platform=platform
     ).ledger
 
 

@@ -51,11 +51,7 @@ class WholeModel:
 
 class Stage(WholeModel):
     def __init__(
-        self,
-        pipeline: Pipeline,
-        rows: RequestRows,
-        heal: Callable[[int, int], None],
-        inputs: StageInputs | None,
+        self, pipeline: Pipeline, rows: RequestRows, heal: Callable[[int, int], None], inputs: StageInputs | None
     ) -> None:
         """`heal` makes the blocks of a row finite again, see Containment; `inputs`: None of the first stage."""
         self.samples = pipeline.is_last
