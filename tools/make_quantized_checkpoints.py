@@ -292,6 +292,33 @@ def torchao(weights: Tensors, kind: str) -> Any:
     return *each_matrix(weights, make), {"quant_method": "torchao", "quant_type": {"default": default}}
 
 
+def torchao_packed(weights: Tensors, group: int = 32) -> Any:
+    """Int4WeightOnlyConfig in its plain format; names of tensors and values of the config are torchao's.
+
+    torchao rounds with mslk, which needs a GPU: weights are rounded after its formula here.
+    """
+    from torchao import quantization as ao
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization.quantize_.workflows.int4.int4_tensor import Int4Tensor
+
+    def make(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        grouped = weight.unflatten(1, (-1, group))
+        low, high = grouped.amin(2), grouped.amax(2)
+        scale = (high - low).clamp(min=1e-6) / 15
+        codes = ((grouped - low[..., None]) / scale[..., None]).round().clamp(0, 15).flatten(1).to(torch.int8) - 8
+        scale, zero = scale.bfloat16(), (low + 8 * scale).bfloat16()  # zero: the value of code 0
+        packed = codes[:, ::2] & 15 | codes[:, 1::2] << 4
+        grids = scale.t().contiguous(), zero.t().contiguous()
+        tensor = Int4Tensor(packed, *grids, [1, group], weight.shape)
+        flat, _ = flatten_tensor_state_dict({"layer.weight": tensor})
+        wide = [grid.float().repeat_interleave(group, 1) for grid in (scale, zero)]
+        return {name.removeprefix("layer."): part for name, part in flat.items()}, codes * wide[0] + wide[1]
+
+    default = config_to_dict(ao.Int4WeightOnlyConfig(group_size=group))
+    return *each_matrix(weights, make), {"quant_method": "torchao", "quant_type": {"default": default}}
+
+
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "format": "int-quantized"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "format": "pack-quantized"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "format": "float-quantized"}
@@ -374,6 +401,7 @@ MAKERS: dict[str, tuple[str, Callable[[Tensors], Any]]] = {
     "torchao-int8": ("torchao", lambda w: torchao(w, "int8")),
     "torchao-int8-dynamic": ("torchao", lambda w: torchao(w, "int8-dynamic")),
     "torchao-int4": ("torchao", lambda w: torchao(w, "int4")),
+    "torchao-int4-packed": ("torchao", torchao_packed),
     "torchao-fp8": ("torchao", lambda w: torchao(w, "fp8")),
 }
 
@@ -390,7 +418,8 @@ def digest(values: Tensor) -> dict[str, str]:
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "tests/loader/quantized/checkpoints")
     config, weights = base_model()
-    for name, (tool, make) in MAKERS.items():
+    for name in sys.argv[2:] or MAKERS:
+        tool, make = MAKERS[name]
         stored, decoded, quantization = make(weights)
         folder = root / name
         folder.mkdir(parents=True, exist_ok=True)

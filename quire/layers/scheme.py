@@ -15,6 +15,7 @@ from torch import Tensor
 Role = Literal[
     "weight", "scales", "zeros", "minima", "second_scale", "group_index", "ordered_index", "input_scale", "shape"
 ]
+GRIDS: tuple[Role, ...] = ("weight", "scales", "zeros", "minima")  # what has rows and columns as the matrix has
 ActivationRule = Literal["none", "static", "per_token", "per_group"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -185,7 +186,7 @@ class Scheme:
 
     def cut(self, role: Role, tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
         """The part of a role's tensor that belongs to rows or columns [start, start + size)."""
-        if role not in ("weight", "scales", "zeros"):
+        if role not in GRIDS:
             return tensor
         if role != "weight":
             assert self.scales is not None
@@ -351,10 +352,7 @@ def rows_of(weight: Weight, rows: Tensor) -> Weight:
         weight = StoredMatrix(scheme, weight.shape, {**weight.tensors, "scales": scales})
     if not weight.scheme.has_single_rows:
         return weight.tensor()[rows]
-    tensors = {
-        role: tensor[rows] if role in ("weight", "scales", "zeros") else tensor
-        for role, tensor in weight.tensors.items()
-    }
+    tensors = {role: tensor[rows] if role in GRIDS else tensor for role, tensor in weight.tensors.items()}
     return StoredMatrix(weight.scheme, (len(rows), weight.shape[1]), tensors)
 
 

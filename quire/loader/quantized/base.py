@@ -17,14 +17,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight, as_tensor
+from quire.layers.scheme import GRIDS, Role, Scheme, StoredMatrix, Weight, as_tensor
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.types.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 LISTED = 10  # problems in an error message
 Leaves = Mapping[str, TensorInfo]  # the tensors of one layer by the last part of their names
-_GRIDS: tuple[Role, ...] = ("weight", "scales", "zeros")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ELEMENTS = {"INT8": torch.int8, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 KV_SCALES = ("*.k_scale", "*.v_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
@@ -96,6 +95,10 @@ class QuantizedCheckpoint(Checkpoint):
         rows, columns = self._stored.get(f"{path}.{name}").tolist()
         return rows, columns
 
+    def role_shape(self, scheme: Scheme, role: Role, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a role's tensor is stored in, before `present`; dimensions of 1 may be left out."""
+        return stored_shape(scheme, role, shape)
+
     def dtypes(self, scheme: Scheme, role: Role) -> tuple[torch.dtype, ...]:
         """The types that a role's tensor may have; none: any."""
         return _dtypes(scheme, role)
@@ -116,7 +119,7 @@ class QuantizedCheckpoint(Checkpoint):
         matrix = self._matrices[name]
         tensors = {role: self._stored.get(stored) for role, stored in matrix.stored.items()}
         self.present(matrix.path, tensors)
-        for role in tensors.keys() & set(_GRIDS):
+        for role in tensors.keys() & set(GRIDS):
             tensors[role] = tensors[role].reshape(stored_shape(matrix.scheme, role, matrix.shape))
             tensors[role] = tensors[role].mT if matrix.scheme.transposed else tensors[role]
         for role in tensors.keys() & {"second_scale", "input_scale"}:  # a number, in however many dimensions
@@ -219,8 +222,8 @@ class QuantizedCheckpoint(Checkpoint):
         shape = shape or packed_shape(scheme, leaves[packed].shape)
         before = len(self._problems)
         for role, leaf in scheme.roles:
-            expected, found, name = stored_shape(scheme, role, shape), leaves[leaf].shape, self.join(path, leaf)
-            if self.flat and role in _GRIDS:
+            expected, found, name = self.role_shape(scheme, role, shape), leaves[leaf].shape, self.join(path, leaf)
+            if self.flat and role in GRIDS:
                 good = math.prod(found) == math.prod(expected)
             else:
                 good = found == expected if role == "weight" else _without_ones(found) == _without_ones(expected)
@@ -274,7 +277,7 @@ def packed_shape(scheme: Scheme, stored: tuple[int, ...]) -> tuple[int, ...]:
 def stored_shape(scheme: Scheme, role: Role, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor that plays `role` for a matrix of this shape; dimensions of 1 may be left out."""
     *several, rows, columns = shape
-    if role in _GRIDS:
+    if role in GRIDS:
         sides = tuple(scheme.stored_count(axis, role, side) for axis, side in enumerate((rows, columns)))
         return (*several, *(sides[::-1] if scheme.transposed else sides))
     return (

@@ -1,10 +1,14 @@
-"""Checkpoints of torchao in safetensors: bytes (integers or fp8) with a scale for each row, group or block."""
+"""Checkpoints of torchao in safetensors: bytes (integers or fp8) with a scale for each row, group or block, and
+packed integers of 4 bits."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from quire.layers.scheme import ActivationRule, Role, ScaleGrid, Scheme, ZeroPoints
+import torch
+from torch import Tensor
+
+from quire.layers.scheme import ActivationRule, Packing, Role, ScaleGrid, Scheme, ZeroPoints
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
 from quire.types.errors import CheckpointError
 
@@ -17,11 +21,17 @@ CONFIGS: dict[str, ActivationRule] = {
     "Int8DynamicActivationIntxWeightConfig": "per_token",
     "Float8WeightOnlyConfig": "none",
     "Float8DynamicActivationFloat8WeightConfig": "per_token",
+    "Int4WeightOnlyConfig": "none",
+    "Float8DynamicActivationInt4WeightConfig": "per_token",
 }
+_PACKED = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")  # in plain order
+_INT4_ROLES: tuple[tuple[Role, str], ...] = (
+    *(("weight", "_weight_qdata"), ("scales", "_weight_scale"), ("minima", "_weight_zero_point")),
+)
 
 
 class TorchAo(QuantizedCheckpoint):
-    reads = "int8, fp8, and integers of fewer bits that are kept in bytes, with dynamic activations or without"
+    reads = "int8, fp8, fewer bits that are kept in bytes, packed int4; dynamic activations or none"
 
     def configure(self) -> None:
         kind = self.settings.get("quant_type")
@@ -32,7 +42,9 @@ class TorchAo(QuantizedCheckpoint):
                 f"the model config's quantization_config.quant_type is {name!r}, which cannot be read; known:"
                 f" {', '.join(CONFIGS)}; quantize the model with one of these"
             )
-        self._rule = CONFIGS[name]
+        self._rule, self._is_packed = CONFIGS[name], name in _PACKED
+        if self._is_packed and isinstance(named, dict):
+            _check_packing(named)
 
     def scheme(self, path: str, leaves: Leaves) -> Scheme | None:
         weight, scale = leaves.get("_weight_qdata"), leaves.get("_weight_scale")
@@ -43,6 +55,13 @@ class TorchAo(QuantizedCheckpoint):
                 f"{path}._weight_qdata is of {weight.dtype} and shape {list(weight.shape)}, which cannot be read;"
                 f" quantize the model with one of {', '.join(CONFIGS)}"
             )
+        if self._is_packed:
+            groups = 1 if scale is None or not scale.shape else scale.shape[0]
+            grid = ScaleGrid(
+                1, max(2 * weight.shape[1] // max(groups, 1), 1), torch.bfloat16 if scale is None else scale.dtype
+            )
+            packing = Packing(torch.uint8, (0, 1))
+            return Scheme("UINT4", packing=packing, scales=grid, activations=self._rule, roles=_INT4_ROLES)
         roles: tuple[tuple[Role, str], ...] = (("weight", "_weight_qdata"), ("scales", "_weight_scale"))
         zeros = "_weight_zero_point" in leaves
         return Scheme(
@@ -53,6 +72,34 @@ class TorchAo(QuantizedCheckpoint):
             zeros=ZeroPoints() if zeros else None,
             activations=self._rule,
             roles=(*roles, ("zeros", "_weight_zero_point")) if zeros else roles,
+        )
+
+    def role_shape(self, scheme: Scheme, role: Role, shape: tuple[int, ...]) -> tuple[int, ...]:
+        stored = super().role_shape(scheme, role, shape)
+        return stored[::-1] if self._is_packed and role in ("scales", "minima") else stored
+
+    def dtypes(self, scheme: Scheme, role: Role) -> tuple[torch.dtype, ...]:
+        return (torch.int8, torch.uint8) if self._is_packed and role == "weight" else super().dtypes(scheme, role)
+
+    def present(self, path: str, tensors: dict[Role, Tensor]) -> None:
+        """Codes are signed, and the value of code 0, not of the lowest one, is stored beside each scale."""
+        if not self._is_packed:
+            return
+        tensors["weight"] = tensors["weight"].view(torch.uint8) ^ 0x88
+        tensors["scales"] = tensors["scales"].t()
+        tensors["minima"] = tensors["minima"].t().float() - 8 * tensors["scales"].float()
+
+
+def _check_packing(named: dict[str, Any]) -> None:
+    """Refuse words in the order of a kernel, and tensors of before version 2, whose layout is another."""
+    data = named.get("_data")
+    form = data.get("int4_packing_format") if isinstance(data, dict) else None
+    form = str(form.get("_data") if isinstance(form, dict) else form or "plain").lower()
+    if form != "plain" or named.get("_version", 2) != 2:
+        raise CheckpointError(
+            f"the model config's quantization_config.quant_type is {named.get('_type')} of version"
+            f" {named.get('_version', 2)} with int4_packing_format {form!r}, which cannot be read; quantize the model"
+            " with version 2 and int4_packing_format 'plain'"
         )
 
 

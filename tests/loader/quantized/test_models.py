@@ -137,6 +137,7 @@ class Folder:
             DirectModel(settings(self.path))
 
 
+INT4_TYPE = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}
 DAMAGED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     # name: (checkpoint, tensors, values of quantization_config, message); None takes away
     "no scales": ("awq", {f"{GATE}.scales": None}, {}, rf"{GATE}\.scales is missing"),
@@ -152,6 +153,30 @@ DAMAGED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another group size": ("gptq", {}, {"group_size": 16}, r"scales has the shape \[1, 32\] instead of \[2, 32\]"),
     "other bits": ("gptq", {}, {"bits": 8}, r"has the shape \[.*\] instead of \["),
     "bits that nobody has": ("gptq", {}, {"bits": 5}, "Invalid enum value 5 - at `\\$.bits`"),
+    "packed for a kernel": (
+        "torchao-int4-packed",
+        {},
+        {"quant_type": {"default": {**INT4_TYPE, "_data": {"int4_packing_format": {"_data": "TILE_PACKED_TO_4D"}}}}},
+        "Int4WeightOnlyConfig of version 2 with int4_packing_format 'tile_packed_to_4d', .* 'plain'",
+    ),
+    "packed as before": (
+        "torchao-int4-packed",
+        {},
+        {"quant_type": {"default": {**INT4_TYPE, "_version": 1}}},
+        "Int4WeightOnlyConfig of version 1 with .* quantize the model with version 2",
+    ),
+    "scales by rows": (
+        "torchao-int4-packed",
+        {f"{DOWN}._weight_scale": torch.ones(32, 2).bfloat16()},
+        {},
+        rf"{DOWN}\._weight_(scale|zero_point) has the shape \[.*\] instead of \[",
+    ),
+    "no zero points": (
+        "torchao-int4-packed",
+        {f"{GATE}._weight_zero_point": None},
+        {},
+        rf"{GATE}\._weight_zero_point is missing",
+    ),
     "no bits": ("gptq", {}, {"bits": "four"}, "quantization_config cannot be served: .*`\\$.bits`.*another format"),
     "another layout": ("awq", {}, {"version": "gemv"}, "Invalid enum value 'gemv' - at `\\$.version`"),
     "cut weight": (
@@ -230,8 +255,8 @@ DAMAGED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "an unknown way of torchao": (
         "torchao-int8",
         {},
-        {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
-        "quant_type is 'Int4WeightOnlyConfig', which cannot be read; known: Int8WeightOnlyConfig",
+        {"quant_type": {"default": {"_type": "UIntXWeightOnlyConfig"}}},
+        "quant_type is 'UIntXWeightOnlyConfig', which cannot be read; known: Int8WeightOnlyConfig",
     ),
     "an unknown method": ("awq", {}, {"quant_method": "aqlm"}, "quant_method is 'aqlm', .* known: awq, bitsandbytes"),
     "mislabelled": (
