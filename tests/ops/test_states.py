@@ -22,7 +22,7 @@ from tests.ops.inputs.recurrent import generate_delta
 LENGTH, BLOCK = 40, 4
 DELTA = StateShape(12, 3, 2, 1, 8, 20)
 KIMI = StateShape(12, 3, 2, 2, 8, 20, decay_dim=8)  # each channel of a key decays by itself, down to a floor
-LINEAR = StateShape(12, 3, 2, 2, 16, 16)  # without the delta rule
+LINEAR = StateShape(12, 3, 2, 2, 48, 48)  # without the delta rule; two vectors and one of the widest
 TABLE = torch.tensor([[7, 3, 0, 9, 1, 5, 2, 0, 8, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]], dtype=torch.int32)
 Run = Callable[[Tensor, StatePlaces], Tensor]
 
@@ -31,7 +31,7 @@ def make_run(module: Any, shape: StateShape = DELTA, cache: Tensor | None = None
     """A convolution and then the delta rule over one sequence's inputs, with states that begin as rubbish."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 3, generator=generator)
-    sizes = [16 * shape.num_key_heads + 40, 2 * shape.decay_dim, 2] if shape is not LINEAR else [96]
+    sizes = [16 * shape.num_key_heads + 40, 2 * shape.decay_dim, 2] if shape is not LINEAR else [288]
     more = torch.randn(12, sum(sizes), generator=generator)
     a, bias = -torch.rand(2, generator=generator), torch.randn(2 * shape.decay_dim, generator=generator)
     cache = torch.full((21, shape.size), float("nan")) if cache is None else cache

@@ -2,6 +2,7 @@
 // ops/states.py for the layout of a state.
 #include "gate.h"
 #include "norm.h"
+#include "plan.h"
 
 namespace quire {
 namespace QUIRE_NS {
@@ -10,7 +11,8 @@ namespace {
 constexpr int CHUNK_VECS = 4;
 constexpr int64_t CHUNK = CHUNK_VECS * LANES;  // columns of a matrix that a thread folds tokens into
 constexpr int MOST_TAPS = 8;
-constexpr int64_t MOST_AT_ONCE = 16;  // tokens that are folded in one pass
+constexpr int MOST_AT_ONCE = 5;       // tokens that are folded in one pass: those that wait and a new one
+constexpr int64_t AHEAD = 2048;       // floats of a matrix that are fetched before they are needed
 
 struct Places {
     const int32_t* tables;
@@ -91,24 +93,26 @@ static inline void fold(float* matrix, int64_t stride, int64_t key_dim, bool by_
         for (int i = 0; i < N; ++i) store(out + i * LANES, read[i]);
 }
 
-// The same of tokens [0, count), which are folded into `from` in one pass; the last has the query, and the matrix before
-// it goes to `left`, if that is wanted. There is no delta rule: each element goes on by itself.
-template <int N>
+// The same of COUNT tokens, which are folded into `from` in one pass, their values in registers; the last has the query, and
+// the matrix before it goes to `left`, if that is wanted. There is no delta rule: each element goes on by itself.
+template <int N, int COUNT>
 static inline void fold_at_once(const float* from, int64_t stride, float* left, int64_t left_stride, int64_t key_dim,
-                                bool by_row, const Token* tokens, int64_t count, int64_t column, const float* query,
-                                float* out) {
-    Vec read[N];
+                                const Token* tokens, int64_t column, const float* query, float* out) {
+    Vec read[N], value[COUNT][N], decay[COUNT];
+    const float* key[COUNT];
+    for (int t = 0; t < COUNT; ++t) {
+        decay[t] = set(*tokens[t].decay), key[t] = tokens[t].key;
+        for (int i = 0; i < N; ++i) value[t][i] = load(tokens[t].value + column + i * LANES);
+    }
     for (int i = 0; i < N; ++i) read[i] = zero();
-    for (int64_t k = 0; k < key_dim; ++k) {
+    for (int64_t k = 0; k < key_dim; ++k, from += stride, left += left ? left_stride : 0) {
         Vec v[N];
-        for (int i = 0; i < N; ++i) v[i] = from ? load(from + k * stride + i * LANES) : zero();
-        for (int64_t t = 0; t < count; ++t) {
-            if (left && t + 1 == count)
-                for (int i = 0; i < N; ++i) store(left + k * left_stride + i * LANES, v[i]);
-            const Token& token = tokens[t];
-            const Vec decay = set(token.decay[by_row ? k : 0]), key = set(token.key[k]);
-            for (int i = 0; i < N; ++i)
-                v[i] = fma(key, load(token.value + column + i * LANES), mul(v[i], decay));
+        for (int i = 0; i < N; ++i) v[i] = load(from + i * LANES), fetch(from + AHEAD + i * LANES);
+        for (int t = 0; t < COUNT; ++t) {
+            if (left && t + 1 == COUNT)
+                for (int i = 0; i < N; ++i) store(left + i * LANES, v[i]);
+            const Vec factor = set(key[t][k]);
+            for (int i = 0; i < N; ++i) v[i] = fma(factor, value[t][i], mul(v[i], decay[t]));
         }
         const Vec asked = set(query[k]);
         for (int i = 0; i < N; ++i) read[i] = fma(v[i], asked, read[i]);
@@ -237,7 +241,8 @@ void recurrence(const float* queries, int64_t query_stride, const float* keys, i
                     for (int64_t i = column; skip && i < column + columns; ++i)
                         result[i] += skip[head] * skipped[token * skipped_stride + head * value_dim + i];
                 };
-                if (count == 1 && !strengths && columns % LANES == 0 && first - base < MOST_AT_ONCE) {
+                const bool at_once = count == 1 && first > 0 && !strengths && !by_row && columns % LANES == 0;
+                if (at_once && first - base < MOST_AT_ONCE) {
                     Token tokens[MOST_AT_ONCE];
                     for (int64_t p = base; p < first; ++p) tokens[p - base] = waited(p);
                     tokens[first - base] = given(begin);
@@ -245,14 +250,17 @@ void recurrence(const float* queries, int64_t query_stride, const float* keys, i
                     const bool leaves = block && !keeps_matrix(places, block, read, first, base, waiting);
                     const float* query = queries + begin * query_stride + head / repeats * key_dim;
                     float *left = leaves ? matrix : nullptr, *result = out + begin * width + head * value_dim;
-                    const float* from = first > 0 ? state + 1 + place : nullptr;
-                    for (int64_t i = 0; i < columns;) {
-                        const bool two = columns - i >= 2 * LANES;
-                        const auto run = two ? fold_at_once<2> : fold_at_once<1>;
-                        run(from ? from + i : from, value_dim, left ? left + i : left, columns, key_dim, by_row, tokens,
-                            first - base + 1, column + i, query, result);
-                        i += two ? 2 * LANES : LANES;
-                    }
+                    const float* from = state + 1 + place;
+                    with_rows<MOST_AT_ONCE>(first - base + 1, [&](auto number) {
+                        constexpr int COUNT = decltype(number)::value;
+                        for (int64_t i = 0; i < columns;) {
+                            const bool two = columns - i >= 2 * LANES;
+                            const auto run = two ? fold_at_once<2, COUNT> : fold_at_once<1, COUNT>;
+                            run(from + i, value_dim, left ? left + i : left, columns, key_dim, tokens, column + i, query,
+                                result);
+                            i += two ? 2 * LANES : LANES;
+                        }
+                    });
                     if (leaves) leave(block);  // states lie at odd addresses, where vectors are stored slowly
                     return add_skipped(begin, result);
                 }
