@@ -143,8 +143,9 @@ template <class F>
 static inline void share_panels(const Plan& plan, int64_t rows, const F& f) {
     constexpr int64_t UNIT = PANEL * DIRECT_PANELS;
     const int64_t count = units(plan, UNIT);
-    // A thread should go through neighbouring panels, which it prefetches.
-    int64_t grain = least(count / (2 * num_threads()), 32);
+    // A thread should go through neighbouring panels, which it fetches ahead, and all should have as many.
+    const int64_t most = count / num_threads(), each = most < 64 ? 2 : ceil_div(most, 32);
+    int64_t grain = most / each;
     if (grain * plan.inner * UNIT * rows < LEAST_WORK) grain = 1 + LEAST_WORK / (plan.inner * UNIT * rows);
     parallel(count, grain, [&](int64_t begin, int64_t end) {
         split(plan, UNIT, begin, end, [&](const Segment& segment, int64_t from, int64_t to, int64_t column) {
