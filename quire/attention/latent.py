@@ -40,7 +40,6 @@ class IndexInputs(NamedTuple):
 class LatentBackend(AttentionBackend):
     """The spec of a layer has one KV head of head_dim = kv_rank + rope_dim, and value_dim = kv_rank."""
 
-    scales_cache = False
     block_axis = 0
 
     def cache_shape(

@@ -29,7 +29,8 @@ from quire.models.config import ConfigReader, DecoderConfig, IndexConfig, Latent
 from quire.models.decoder import QK_NORM_NAMES
 from quire.models.kinds import Mixer
 from quire.ops.recurrent import GATE
-from quire.ops.select import GATHER_ROWS
+from quire.ops.scale import SCALE
+from quire.ops.select import GATHER_ROWS, TAKE_COLUMNS
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError, ModelError
 
@@ -105,6 +106,7 @@ class LatentBlock(Mixer):
         self.attention = LatentAttention(spec, layer, ctx.target)
         self._widths, self._gated, self._value_dim = [piece.size for piece in pieces], latent.gated, latent.value_dim
         self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
+        self._scale, self._take_columns = SCALE.bind(ctx.target), TAKE_COLUMNS.bind(ctx.target)
         self._q_widths = [heads[2], *(piece.size for piece in index_queries)]
 
     @classmethod
@@ -113,17 +115,22 @@ class LatentBlock(Mixer):
         return keeps_latent(latent.width, latent.kv_rank, 0 if index is None else index.head_dim)
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
-        q, latent, *of_index = whole(self.a_proj(hidden)).split(self._widths, dim=-1)
+        projected = whole(self.a_proj(hidden))
+        q, latent, *of_index = projected.split(self._widths, dim=-1)
         gates = of_index.pop().repeat_interleave(self._value_dim, dim=1) if self._gated else None
         index: IndexInputs | None = None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q, *index_query = whole(self.q_b_proj(self.q_a_layernorm(q))).split(self._q_widths, dim=-1)
             if self.indexer is not None:
                 index = self.indexer(index_query[0], *of_index)
-        norm, up = self.kv_a_layernorm, self.kv_b_proj
+        norm, up, scale = self.kv_a_layernorm, self.kv_b_proj, self.attention.spec.kv_scales[0]
         weights = LatentWeights(norm.weight, norm.eps, up.key_up, up.value_up)
+        if scale != 1.0:  # all that is kept of a token is divided: what is normed, by its weight
+            latent = self._scale(self._take_columns(projected, *self._widths[:2]), 1 / scale)
+            weights = weights._replace(norm=self._scale(norm.weight[None], 1 / scale)[0], eps=norm.eps / scale**2)
         heads = q.unflatten(-1, (self._num_heads, -1))
         mixed = self.attention(weights, heads, latent, rotation, batch, index)
+        mixed = mixed if scale == 1.0 else self._scale(mixed, scale)
         if gates is not None:
             asked = gates if batch.wanted is None else self._gather_rows(gates, batch.wanted.tokens)
             mixed = self._gate(mixed, asked)

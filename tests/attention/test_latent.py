@@ -16,6 +16,7 @@ from quire.kernels.cpu.index import KV_TYPES
 from tests.attention.latents import Latents
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, examples, needs_library, using
 
+FP8 = torch.float8_e4m3fn
 SIZES = [
     (4, 16, 8, 32, 12),
     (3, 24, 6, 37, 20),  # no multiple of any vector
@@ -48,6 +49,31 @@ def test_a_smaller_cache_costs_little_accuracy(kv_dtype: torch.dtype, error: flo
     assert (latents.out[0] - latents.unabsorbed(0)).abs().max() < error
 
 
+@pytest.mark.parametrize("make", BACKENDS)
+def test_an_fp8_cache_errs_by_a_sixteenth_at_most(make: Callable[[], LatentBackend]) -> None:
+    """A latent in three bits of mantissa is off by 2^-4 of itself at most, and by chance by half of that."""
+    latents = Latents(SIZES[2], [300], make(), kv_dtype=FP8)
+    latents.step({0: 299})
+    latents.step({0: 1})
+    expected = latents.unabsorbed(0)
+    assert (latents.out[0] - expected).norm() < 2**-4 * expected.norm()
+
+
+@needs_library
+def test_kernels_keep_the_fp8_numbers_of_the_reference() -> None:
+    """Those beyond 448 too, which become 448."""
+    caches = []
+    for backend in (TORCH, NativeLatentAttention()):
+        latents = Latents(SIZES[0], [40], backend, kv_dtype=FP8, rotates=False)
+        latents.latent[0][3:, 32:] *= 300
+        latents.step({0: 40})
+        caches.append(latents.cache.float())
+    assert torch.equal(caches[0].abs().amax(), torch.tensor(448.0))
+    # A norm may round otherwise in the last bit, and then an fp8 number may be the next one.
+    assert (caches[0] != caches[1]).float().mean() < 1e-3
+    torch.testing.assert_close(caches[0], caches[1], rtol=2**-3, atol=2**-8)
+
+
 @needs_library
 @pytest.mark.parametrize("up_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_up_projections_of_half_the_size(up_dtype: torch.dtype) -> None:
@@ -64,10 +90,12 @@ def run_cut(latents: Latents, data: st.DataObject) -> None:
 
 
 @examples(10)
-@given(data=st.data(), sizes=st.sampled_from(SIZES))
-def test_any_schedule_gives_the_same_bits_in_torch(data: st.DataObject, sizes: tuple[int, ...]) -> None:
+@given(data=st.data(), sizes=st.sampled_from(SIZES), kv_dtype=st.sampled_from([torch.float32, FP8]))
+def test_any_schedule_gives_the_same_bits_in_torch(
+    data: st.DataObject, sizes: tuple[int, ...], kv_dtype: torch.dtype
+) -> None:
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
-    whole, cut = Latents(sizes, lengths, TORCH), Latents(sizes, lengths, TORCH)
+    whole, cut = (Latents(sizes, lengths, TORCH, kv_dtype=kv_dtype) for _ in range(2))
     for row, n in enumerate(lengths):
         whole.step({row: n})
     run_cut(cut, data)

@@ -60,7 +60,13 @@ def load(folder: Path, max_model_len: int) -> CausalLM:
 class PagedSequence:
     """One sequence in a model: feeds tokens in chunks and keeps its KV blocks, deliberately out of order."""
 
-    def __init__(self, model: CausalLM, max_len: int, backend: AttentionBackend = BACKEND) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        max_len: int,
+        backend: AttentionBackend = BACKEND,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         if backend is BACKEND and any(isinstance(layer, LatentAttention) for layer in model.cached_layers()):
             backend = LATENT_BACKEND
         self.model, self.backend = model, backend
@@ -68,7 +74,7 @@ class PagedSequence:
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
         self.states = StateBackend(backend)
-        dtype = next(parameter.dtype for name, parameter in model.named_parameters() if "norm" in name)
+        dtype = kv_dtype or next(parameter.dtype for name, parameter in model.named_parameters() if "norm" in name)
         for layer in model.cached_layers():
             is_state = isinstance(layer, StateCache)
             cache = torch.full(
@@ -106,10 +112,14 @@ class PagedSequence:
 
 
 def run_chunks(
-    model: CausalLM, tokens: Sequence[int], sizes: Sequence[int], backend: AttentionBackend = BACKEND
+    model: CausalLM,
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    backend: AttentionBackend = BACKEND,
+    kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Logits of a whole sequence, fed in chunks of the given sizes (the last one repeats)."""
-    sequence, logits, start, sizes = PagedSequence(model, len(tokens), backend), [], 0, list(sizes)
+    sequence, logits, start, sizes = PagedSequence(model, len(tokens), backend, kv_dtype), [], 0, list(sizes)
     while start < len(tokens):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
         logits.append(sequence.feed(tokens[start : start + size]))

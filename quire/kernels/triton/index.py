@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.latent import kept_as
 from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim
 
 _KEYS = 128  # of a program
@@ -77,7 +78,7 @@ def _prepare_kernel(
         one = tl.arange(0, 1)
         key, key_mask = _turned(key_ptr + token * key_stride, one, 0, cos_ptr, sin_ptr, one < 1, DIM, ROPE, PADDED)
         # Rounded as activations are first; padding has slots of the null block, which stays zero.
-        key = key.to(key_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty)
+        key = kept_as(keys_ptr, key.to(key_ptr.dtype.element_ty))
         tl.store(
             keys_ptr + slot * line_stride + dims[None, :] + one[:, None],
             key,

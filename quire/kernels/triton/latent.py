@@ -64,6 +64,14 @@ def _rotate(
     return low, high, mask, pairs
 
 
+@triton.jit
+def kept_as(cache_ptr, x):
+    """In the type of the cache; what an 8-bit one cannot hold becomes the largest that it can, and NaN is kept."""
+    if cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    return x.to(cache_ptr.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     q_ptr,  # [tokens, heads, NOPE + ROPE], q_stride apart
@@ -128,10 +136,9 @@ def _prepare_kernel(
             slots = tl.load(slots_ptr + tokens, mask=inside, other=0)
             written = slots >= BLOCK_SIZE  # padding has slots of the null block, which stays zero
             line = cache_ptr + slots[:, None] * line_stride
-            element = cache_ptr.dtype.element_ty
-            tl.store(line + dims[None, :], x.to(element), mask=mask & written[:, None])
-            tl.store(line + RANK + pairs[None, :], low.to(element), mask=turned & written[:, None])
-            tl.store(line + RANK + HALF + pairs[None, :], high.to(element), mask=turned & written[:, None])
+            tl.store(line + dims[None, :], kept_as(cache_ptr, x), mask=mask & written[:, None])
+            tl.store(line + RANK + pairs[None, :], kept_as(cache_ptr, low), mask=turned & written[:, None])
+            tl.store(line + RANK + HALF + pairs[None, :], kept_as(cache_ptr, high), mask=turned & written[:, None])
     else:
         tokens = first + tl.arange(0, TOKENS)
         inside = tokens < num_tokens

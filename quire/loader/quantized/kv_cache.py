@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,17 +50,21 @@ def scale_caches(layers: Iterable[AttentionLayer], checkpoint: Checkpoint, kv_dt
             *(len(scales), name),
         )
         return
-    of_layers, used = _by_layer(scales), 0
-    for layer in layers:
-        found = of_layers.get(layer.layer_index)
-        if found is not None and layer.spec.value_dim is None:
-            layer.spec = replace(layer.spec, kv_scales=found)
+    kept = {layer.layer_index: layer for layer in layers}
+    latents = {index for index, layer in kept.items() if layer.spec.value_dim is not None}
+    of_layers, used = _by_layer(scales, latents), 0
+    for index, layer in kept.items():
+        if (found := of_layers.get(index)) is not None:
+            layer.scale_cache(found)
             used += 1
     logger.info("keys and values of %d layers are kept as fp8 with the scales of the checkpoint", used)
 
 
-def _by_layer(scales: Mapping[str, Tensor]) -> dict[int, tuple[float, float]]:
-    """The scales of keys and values by the index of their layer; those of other parts of a model are left out."""
+def _by_layer(scales: Mapping[str, Tensor], latents: Collection[int]) -> dict[int, tuple[float, float]]:
+    """The scales of keys and values by the index of their layer; those of other parts of a model are left out.
+
+    A latent is key and value at once, and has the scale of keys.
+    """
     keys: dict[int, float] = {}
     values: dict[int, float] = {}
     for name, tensor in scales.items():
@@ -74,6 +77,7 @@ def _by_layer(scales: Mapping[str, Tensor]) -> dict[int, tuple[float, float]]:
         for part, found in (("k", keys), ("v", values)):
             if part in match[2]:
                 found[int(match[1])] = number
+    values |= {layer: scale for layer, scale in keys.items() if layer in latents}
     for layer in keys.keys() ^ values.keys():
         has, lacks = ("keys", "values") if layer in keys else ("values", "keys")
         raise CheckpointError(

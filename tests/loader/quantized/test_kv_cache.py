@@ -136,5 +136,5 @@ def test_auto_is_what_the_checkpoint_is_made_for() -> None:
     assert chosen({"kv_cache_scheme": SCHEME}, kv="float32") == torch.float32
     for other in ({}, {"strategy": "attn_head"}, {"dynamic": True}, {"type": "int"}, {"num_bits": 4}):
         assert chosen({"kv_cache_scheme": SCHEME | other if other else None}) == torch.float32
-    assert chosen({"kv_cache_scheme": SCHEME}, TorchLatentAttention()) == torch.float32
+    assert chosen({"kv_cache_scheme": SCHEME}, TorchLatentAttention()) == FP8
     assert asked_kv_dtype({}) is None
