@@ -146,10 +146,12 @@ void short_conv(const float* x, const float* before, const float* after, int64_t
         for (int64_t c = begin_vec * LANES; c < end_vec * LANES && c < channels; c += LANES) {
             const int lanes = channels - c < LANES ? (int)(channels - c) : LANES;
             Vec taps[MOST_TAPS];
-            for (int64_t t = 0; t < width; ++t) {
-                float line[LANES] = {};
-                for (int i = 0; i < lanes; ++i) line[i] = weight[(c + i) * width + t];
-                taps[t] = load(line);
+            for (int64_t t = 0; t < width; t += LANES) {
+                const int count = (int)least(LANES, width - t);
+                Vec lines[LANES];
+                for (int i = 0; i < LANES; ++i) lines[i] = i < lanes ? get(weight + (c + i) * width + t, count) : zero();
+                transpose(lines);
+                for (int i = 0; i < count; ++i) taps[t + i] = lines[i];
             }
             const Vec shift = bias ? get(bias + c, lanes) : zero();
             const auto input = [&](int64_t token) {
