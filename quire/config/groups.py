@@ -519,8 +519,8 @@ class ServerConfig:
     max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses.", unit="bytes")
     journal: str | None = setting(
         None,
-        "A folder where background responses are kept until they have ended, so that they outlive the server: another"
-        " one with this setting takes them over. Unset: none.",
+        "A folder where background responses and requests with an Idempotency-Key are kept, so that they outlive the"
+        " server: another one with this setting takes them over. Unset: none.",
     )
     journal_ttl: float = setting(3600.0, "Seconds that a response is kept in the journal.")
     tool_server: tuple[str, ...] = setting(

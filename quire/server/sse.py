@@ -79,6 +79,8 @@ class EventStream(Response):
         self._has_begun = False
         self._is_silent = True
         self._sending = asyncio.Lock()
+        self.has_failed = False
+        """Whether the stream has ended with an error."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,15 +102,19 @@ class EventStream(Response):
                 if not self._has_begun:
                     raise
                 logger.warning("a stream ended with an error: %s", error)
-                await self._send(send, self._failed(error))
+                await self._send_failure(send, error)
             except Exception:
                 if self._has_begun:
-                    await self._send(send, self._failed(QuireError(BUG_MESSAGE)))
+                    await self._send_failure(send, QuireError(BUG_MESSAGE))
                 raise
             finally:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)
             await send({"type": "http.response.body", "body": self._end, "more_body": False})
+
+    async def _send_failure(self, send: Send, error: QuireError) -> None:
+        self.has_failed = True
+        await self._send(send, self._failed(error))
 
     async def _send(self, send: Send, data: bytes) -> None:
         """Send data, after the headers if it is the first."""

@@ -16,7 +16,10 @@ from tests.e2e.tiny import make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.engine.processes import LIMIT, Watch
 
-URL = "/v1/responses"
+URL, CHAT = "/v1/responses", "/v1/chat/completions"
+KEY = {"idempotency-key": "once"}
+TELL = [{"role": "user", "content": "Tell me"}]
+STREAMED = {"stream": True, "messages": TELL, "max_tokens": 200, "ignore_eos": True}
 BODY = {
     "input": "Tell me",
     "seed": 5,
@@ -58,6 +61,8 @@ def test_a_stream_outlives_the_server(model: Path, tmp_path: Path) -> None:
         server = launch(model, tmp_path / "journal")
         with httpx.Client(base_url=server.url, timeout=2 * LIMIT) as client:
             if life == 0:
+                keyed = client.send(client.build_request("POST", CHAT, json=STREAMED, headers=KEY), stream=True)
+                said = [event for event, _ in zip(events(keyed.iter_lines()), range(20), strict=False)]
                 request = client.build_request("POST", URL, json={**BODY, "background": True, "stream": True})
             else:
                 query: dict[str, Any] = {"stream": True, "starting_after": known[-1]["sequence_number"]}
@@ -74,6 +79,12 @@ def test_a_stream_outlives_the_server(model: Path, tmp_path: Path) -> None:
             whole = client.get(f"{URL}/{known[0]['response']['id']}", params={"stream": True})
             assert list(events(iter(whole.text.splitlines()))) == known
             alone = client.post(URL, json=BODY).json()
+            # What had begun under the key is answered as a whole; its seed was the first server's.
+            again = list(events(iter(client.post(CHAT, json=STREAMED, headers=KEY).text.splitlines())))
+            assert len(_text(again)) > len(_text(said)) > 0
+            assert _text(again).startswith(_text(said))
+            assert again[0]["id"] == said[0]["id"]
+            assert again[-1]["choices"][0]["finish_reason"] == "length"
             server.stop()
     assert [event["sequence_number"] for event in known] == list(range(len(known)))
     assert known[-1]["type"] == "response.incomplete"  # it ends at max_output_tokens
@@ -83,3 +94,7 @@ def test_a_stream_outlives_the_server(model: Path, tmp_path: Path) -> None:
     assert alone["output"][0]["content"][0]["text"] == said["text"]
     assert alone["output"][0]["content"][0]["logprobs"] == said["logprobs"]
     assert known[-1]["response"]["usage"] == alone["usage"]
+
+
+def _text(chunks: list[dict[str, Any]]) -> str:
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -17,15 +16,15 @@ from starlette.responses import Response as HttpResponse
 
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import num_tokens
+from quire.server.detached import DetachedRun, DetachedRuns
 from quire.server.errors import NotFoundError, json_response
 from quire.server.generation.request import Origin, ids_of, origin_of
 from quire.server.middleware import owner_of
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
-from quire.server.openai.responses.detached import DetachedRun, DetachedRuns
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item, items_of, response_id_of
-from quire.server.openai.responses.journal import JournalEntry, NoJournal, ResponseJournal
+from quire.server.openai.responses.journal import JournalEntry, ResponseJournal
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
@@ -42,22 +41,23 @@ logger = get_logger(__name__)
 MOST_ITEMS = 100  # of a page of input items
 # Codex gives up after 300 seconds without an event, and ignores comments: send an event every minute.
 LOOKS_PER_EVENT = 12
-_GRAIN = 0.1  # seconds by which the times of files may be off
 
 
 class Responses:
     """All responses of one server."""
 
-    def __init__(self, context: ServerContext, store: ResponseStore, journal: ResponseJournal | None = None) -> None:
+    def __init__(self, context: ServerContext, store: ResponseStore, journal: ResponseJournal) -> None:
         self._context = context
         self._store = store
-        self._journal = journal or NoJournal()
+        self._journal = journal
         self._runs = DetachedRuns(context.settings.max_stored_bytes)
         self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner and idempotency key -> response
         self._running: dict[str, asyncio.Task[None]] = {}  # in the background
 
     async def create(self, body: ResponsesRequest, request: Request) -> HttpResponse:
-        owner, key = owner_of(request.scope), request.headers.get("idempotency-key")
+        """Keys are those of background responses here; others are kept apart, see KeyedAnswers."""
+        owner = owner_of(request.scope)
+        key = request.headers.get("idempotency-key") if body.background else None
         if key is not None and (known := self._keys.get((owner, key))) is not None:
             return self._again(known, owner, body)
         # An id that a client chose may come twice, and stored responses are found by it.
@@ -88,7 +88,7 @@ class Responses:
                 self._remember(entry.owner, entry.key, entry.response_id)
             if journaled.stored is not None:
                 self._store.put(journaled.stored)
-                self._expire_later(entry.response_id)
+                self._journal.folder.expire_later(entry.response_id)
                 continue
             try:
                 body = ResponsesRequest.model_validate(entry.body)
@@ -99,7 +99,7 @@ class Responses:
                 logger.info("%s goes on", entry.response_id)
             except (QuireError, ValueError) as error:
                 logger.warning("%s cannot go on: %s", entry.response_id, error)
-                self._journal.delete(entry.response_id)
+                self._journal.folder.delete(entry.response_id)
 
     def _remember(self, owner: str, key: str, response_id: str) -> None:
         self._keys[owner, key] = response_id
@@ -111,7 +111,7 @@ class Responses:
         stored = self._store.get(response_id)
         if stored is None or stored.owner != owner:
             raise RequestError(
-                "a request with this Idempotency-Key runs or its answer is not kept; give another key",
+                "the response to the request with this Idempotency-Key is not kept any more; give another key",
                 "Idempotency-Key",
             )
         if body.stream and self._runs.get(response_id) is not None:
@@ -147,7 +147,7 @@ class Responses:
         self._find(response_id, owner)
         self._stop(response_id)
         self._runs.forget(response_id)
-        self._journal.delete(response_id)
+        self._journal.folder.delete(response_id)
         self._store.delete(response_id)
         return Deleted(response_id)
 
@@ -159,7 +159,7 @@ class Responses:
             )
         if self._stop(response_id):
             stored.response.status = "cancelled"
-            self._journal.delete(response_id)
+            self._journal.folder.delete(response_id)
         return stored.response
 
     def input_items(self, response_id: str, owner: str, limit: int, order: str, after: str | None) -> ItemList:
@@ -330,7 +330,7 @@ class Responses:
     def _start(self, plan: Plan, record: Record) -> DetachedRun:
         """Answer a request in the background, from the end of its record on."""
         response_id = plan.response.id
-        self._expire_later(response_id)
+        self._journal.folder.expire_later(response_id)
         run = self._runs.open(response_id)
 
         async def work() -> None:
@@ -347,16 +347,10 @@ class Responses:
                 run.finish()
                 del self._running[response_id]
             self._journal.finish(response_id, plan.response, run.events)
-            self._expire_later(response_id)
+            self._journal.folder.expire_later(response_id)
 
         self._running[response_id] = asyncio.create_task(work(), name=response_id)
         return run
-
-    def _expire_later(self, response_id: str) -> None:
-        """Its file goes when it has been left alone for the time to live, give or take the clock's grain."""
-        if math.isfinite(self._journal.ttl):
-            wait = self._journal.ttl + _GRAIN
-            asyncio.get_running_loop().call_later(wait, self._journal.expire, response_id)
 
     def _stop(self, response_id: str) -> bool:
         """Whether it was running."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -11,9 +10,10 @@ from starlette.responses import Response as HttpResponse
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
+from quire.server.keyed import KeyedAnswers, folder_of
 from quire.server.middleware import owner_of
 from quire.server.openai.responses.handler import MOST_ITEMS, Responses
-from quire.server.openai.responses.journal import ResponseJournal, check_folder
+from quire.server.openai.responses.journal import SUFFIX, ResponseJournal
 from quire.server.openai.responses.prepare import ROUTE
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.store import MemoryStore
@@ -23,20 +23,16 @@ from quire.server.openapi import answers
 def responses_router(context: ServerContext) -> APIRouter:
     settings = context.settings
     store = MemoryStore(settings.max_stored_responses, settings.max_stored_bytes)
-    journal: ResponseJournal | None = None
-    if settings.journal is not None:
-        folder = Path(settings.journal).expanduser()
-        check_folder(folder)
-        journal = ResponseJournal(folder, settings.journal_ttl, context.observer.on_journal_failure)
-    service = Responses(context, store, journal)
+    service = Responses(context, store, ResponseJournal(folder_of(context, SUFFIX)))
     context.on_ready.append(service.recover)
+    keyed = KeyedAnswers(context, ROUTE, ResponsesRequest, service.create)
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     one = f"{ROUTE}/{{response_id}}"
 
     @router.post(ROUTE, response_class=HttpResponse, responses=answers(Response, dict))
     async def create(body: ResponsesRequest, request: Request) -> HttpResponse:
         """Answer an input, in one piece, as a stream of server-sent events, or in the background."""
-        return await service.create(body, request)
+        return await (service.create(body, request) if body.background else keyed.answer(body, request))
 
     @router.post(f"{ROUTE}/input_tokens", response_class=HttpResponse, responses=answers(InputTokens))
     async def input_tokens(body: ResponsesRequest, request: Request) -> HttpResponse:

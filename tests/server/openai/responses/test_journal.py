@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from quire.metrics.prometheus import PrometheusObserver
-from quire.server.openai.responses.journal import JournalEntry, ResponseJournal
+from quire.server.journal import JournalFolder
+from quire.server.openai.responses.journal import SUFFIX, JournalEntry, ResponseJournal
 from quire.types.errors import ConfigError
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, http, make_app, serving
@@ -171,13 +172,13 @@ async def test_a_full_disk_means_serving_without_the_journal(
     app = make_app(FakeClient("answer"), journal=str(tmp_path / "journal"), observer=observer)
     async with http(app) as session:
         with monkeypatch.context() as patch:
-            patch.setattr("quire.server.openai.responses.journal.os.write", write)
+            patch.setattr("quire.server.journal.os.write", write)
             begun = (await session.post(URL, json={"input": "Q", "background": True})).json()
             assert (await until_done(session, begun["id"]))["status"] == "completed"
             assert (await session.get(f"{URL}/{begun['id']}")).json()["output"][0]["content"][0]["text"] == "answer"
     assert f"{begun['id']} is served without the journal: [Errno 28]" in caplog.text
     assert b'quire:journal_failures_total{model_name="%s"} 1.0' % MODEL.encode() in observer.expose()[0]
-    assert ResponseJournal(tmp_path / "journal", 100.0).read() == []
+    assert ResponseJournal(JournalFolder(tmp_path / "journal", SUFFIX, 100.0)).read() == []
 
 
 async def test_a_folder_that_cannot_be_made_means_serving_without_the_journal(
@@ -205,11 +206,11 @@ async def test_files_go_while_the_server_runs_and_hold_no_key(tmp_path: Path) ->
 
 def test_torn_and_old_files_are_left_out(tmp_path: Path) -> None:
     failures: list[int] = []
-    journal = ResponseJournal(tmp_path, 100.0, lambda: failures.append(1))
+    journal = ResponseJournal(JournalFolder(tmp_path, SUFFIX, 100.0, lambda: failures.append(1)))
     for number in range(3):
         journal.open(JournalEntry(f"resp_{number}", "", None, number, {"input": "Q"}, [], []))
     assert [found.entry.response_id for found in journal.read()] == ["resp_0", "resp_1", "resp_2"]
-    torn, old = (journal._path(name) for name in ("resp_0", "resp_1"))
+    torn, old = (journal.folder._path(name) for name in ("resp_0", "resp_1"))
     torn.write_bytes(torn.read_bytes()[:-4])
     os.utime(old, (1.0, 1.0))
     assert [found.entry.response_id for found in journal.read()] == ["resp_2"]

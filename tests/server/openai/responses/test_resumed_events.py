@@ -234,7 +234,7 @@ async def test_a_disk_that_fills_up_ends_the_record_of_a_response(
             raise OSError(28, "No space left on device")
         return len(content)
 
-    monkeypatch.setattr("quire.server.openai.responses.journal.os.write", write)
+    monkeypatch.setattr("quire.server.journal.os.write", write)
     async with http(make_app(client, journal=str(tmp_path))) as session:
         begun = (await session.post(URL, json={"input": "Q", "background": True})).json()["id"]
         assert (await until_done(session, begun))["status"] == "completed"

@@ -32,6 +32,10 @@ class DetachedRun:
         self.is_done = True
         self._tell()
 
+    async def wait(self) -> None:
+        """Wait until there is something new."""
+        await self._changed.wait()
+
     async def read(self, starting_after: int = -1) -> AsyncGenerator[bytes, None]:
         """Yield the events behind a sequence number, those to come too, to the end of the run."""
         yield ACCEPTED
@@ -47,7 +51,7 @@ class DetachedRun:
                     yield KEEP_ALIVE  # a stream without a word would have no headers
                 return
             if changed is self._changed:
-                await changed.wait()
+                await self.wait()
 
     def _tell(self) -> None:
         self._changed.set()
