@@ -114,6 +114,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         )
     ),
     "gpt-2": _GPT2,
+    "modern-bert": _GPT2,
     "phi-2": _GPT2,
     "gigachat": _GPT2,
     "a.x-4.0": _GPT2,

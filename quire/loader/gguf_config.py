@@ -77,10 +77,26 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
 
 def _encoder(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
     types = keys.file.tensors.get("token_types.weight")
+    if keys.architecture == "modern-bert":
+        config |= _modern_bert(keys)
     return config | {
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "type_vocab_size": 0 if types is None else types.shape[0],
         "hidden_act": "silu" if "blk.0.ffn_gate.weight" in keys.file.tensors else "gelu",
+    }
+
+
+def _modern_bert(keys: GgufKeys) -> dict[str, Any]:
+    window = int(keys.number("attention.sliding_window", 0))
+    return {
+        "hidden_activation": "gelu",
+        "norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "norm_bias": "output_norm.bias" in keys.file.tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in keys.file.tensors,
+        "local_attention": window or 128,
+        "global_attn_every_n_layers": keys.count("attention.sliding_window_pattern", 3) if window else 1,
+        "global_rope_theta": float(keys.number("rope.freq_base", 160_000.0)),
+        "local_rope_theta": float(keys.number("rope.freq_base_swa", DEFAULT_ROPE_THETA)),
     }
 
 

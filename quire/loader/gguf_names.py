@@ -198,6 +198,15 @@ _NOMIC_BERT = {
     **{"attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1"},
     **{"ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2"},
 }
+_MODERN_BERT = {
+    **{"attn_norm": "attn_norm", "attn_qkv": "attn.Wqkv", "attn_output": "attn.Wo"},
+    **{"ffn_norm": "mlp_norm", "ffn_up": "mlp.Wi", "ffn_down": "mlp.Wo"},
+}
+_MODERN_NAMES = {
+    "token_embd": "embeddings.tok_embeddings",
+    "token_embd_norm": "embeddings.norm",
+    "output_norm": "final_norm",
+}
 _ENCODER_NAMES = {
     "token_embd": "embeddings.word_embeddings",
     "token_types": "embeddings.token_type_embeddings",
@@ -220,6 +229,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         layers="encoder.layers",
         model_names=_ENCODER_NAMES,
         is_encoder=True,
+    ),
+    "modern-bert": GgufArchitecture(
+        *("ModernBertModel", "modernbert", _MODERN_BERT), layers="layers", model_names=_MODERN_NAMES, is_encoder=True
     ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS),

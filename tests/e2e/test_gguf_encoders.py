@@ -44,7 +44,11 @@ SIZES: dict[str, Any] = {
     "layer_norm_eps": 1e-12,
 }
 # GGUF architecture -> transformers' model, and the keys that its names differ by from those that gguf-py knows.
-KINDS = {"bert": "Bert", "nomic-bert": "NomicBert"}
+KINDS = {"bert": "Bert", "nomic-bert": "NomicBert", "modern-bert": "ModernBert"}
+MODERN = {
+    **{"global_attn_every_n_layers": 2, "local_attention": 4, "norm_eps": SIZES["layer_norm_eps"]},
+    **{"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3},
+}
 OLD_NAMES = {
     "embeddings.LayerNorm": "emb_ln",
     "layers.": "encoder.layers.",
@@ -59,7 +63,7 @@ OLD_NAMES = {
 
 def tensors_of(kind: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {name: value for name, value in model.state_dict().items() if "pooler" not in name}
-    if kind == "bert":
+    if kind != "nomic-bert":
         return found
     for layer in range(SIZES["num_hidden_layers"]):
         parts = [found.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
@@ -71,7 +75,7 @@ def tensors_of(kind: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def write(kind: str, path: Path, pooling: gguf.PoolingType, quant: str | None = None) -> None:
     torch.manual_seed(2)
-    config = getattr(transformers, f"{KINDS[kind]}Config")(**SIZES)
+    config = getattr(transformers, f"{KINDS[kind]}Config")(**SIZES, **(MODERN if kind == "modern-bert" else {}))
     model = getattr(transformers, f"{KINDS[kind]}Model")(config).eval()
     writer = gguf.GGUFWriter(path, kind)
     writer.add_context_length(SIZES["max_position_embeddings"])
@@ -82,8 +86,13 @@ def write(kind: str, path: Path, pooling: gguf.PoolingType, quant: str | None = 
     writer.add_layer_norm_eps(SIZES["layer_norm_eps"])
     writer.add_causal_attention(False)
     writer.add_pooling_type(pooling)
-    if kind != "bert":
+    if kind == "nomic-bert":
         writer.add_rope_freq_base(1000.0)
+    elif kind == "modern-bert":
+        writer.add_rope_freq_base(160_000.0)
+        writer.add_rope_freq_base_swa(10_000.0)
+        writer.add_sliding_window(MODERN["local_attention"])
+        writer.add_sliding_window_pattern(MODERN["global_attn_every_n_layers"])
     writer.add_tokenizer_model("bert")
     writer.add_token_type_count(2)
     spelled = [word if word[0] == "[" else word[2:] if word.startswith("##") else f"\u2581{word}" for word in WORDS]
@@ -120,7 +129,7 @@ def llama_cpp_vectors(path: Path, texts: list[str] = TEXTS) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("kind", "pooling", "quant"),
-    [("bert", "MEAN", None), ("bert", "CLS", "Q8_0"), ("nomic-bert", "MEAN", None)],
+    [("bert", "MEAN", None), ("bert", "CLS", "Q8_0"), ("nomic-bert", "MEAN", None), ("modern-bert", "CLS", None)],
 )
 def test_vectors_are_those_of_llama_cpp(kind: str, pooling: str, quant: str | None, tmp_path: Path) -> None:
     path = tmp_path / f"{kind}.gguf"
