@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,9 @@ class GgufCheckpoint(Checkpoint):
         stored = self._stored_by_hf_name()
         self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
         self._infos = {
-            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, self._scheme(name, tensor))
+            name: TensorInfo(
+                self._shape(tensor), decoded_dtype(tensor.type), tensor.num_bytes, self._scheme(name, tensor)
+            )
             for name, tensor in self._stored.items()
         }
 
@@ -43,6 +46,9 @@ class GgufCheckpoint(Checkpoint):
             value = value.double().neg().log()
         if self._is_tiled(name, ".out_proj."):
             return value[:, self._grouped(value.shape[1], 0)]
+        if self._is_flat(tensor):
+            hidden = int(self.config["hidden_size"])
+            return (value if value.shape[-1] == hidden else value.transpose(1, 2)).reshape(-1, hidden)
         order = self._row_order(name)
         return value if order is None else value[order]
 
@@ -68,9 +74,21 @@ class GgufCheckpoint(Checkpoint):
 
     def _scheme(self, name: str, tensor: GgufTensor) -> Scheme | None:
         """Of a block-quantized matrix, or of those of all experts; None for what is handed out as a tensor."""
+        if self._is_flat(tensor):  # the rows of some are columns, which are no whole blocks
+            return None
         if self._is_tiled(name, ".out_proj."):  # columns of heads, which are no whole blocks, are in another order
             return None
         return SCHEMES.get(tensor.type) if len(tensor.shape) in (2, 3) else None
+
+    def _is_flat(self, tensor: GgufTensor) -> bool:
+        return self._architecture.flat_experts and len(tensor.shape) == 3
+
+    def _shape(self, tensor: GgufTensor) -> tuple[int, ...]:
+        """Of Hugging Face's tensor."""
+        if not self._is_flat(tensor):
+            return tensor.shape
+        hidden = int(self.config["hidden_size"])
+        return (math.prod(tensor.shape) // hidden, hidden)
 
     def _row_order(self, name: str) -> Tensor | None:
         """The order that rows have in Hugging Face's tensor, if it is another."""

@@ -77,8 +77,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
 
 def _encoder(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
     types = keys.file.tensors.get("token_types.weight")
-    if keys.architecture == "modern-bert":
-        config |= _modern_bert(keys)
+    if keys.architecture in _ENCODERS_KEYS:
+        config |= _ENCODERS_KEYS[keys.architecture](keys)
     return config | {
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "type_vocab_size": 0 if types is None else types.shape[0],
@@ -98,6 +98,23 @@ def _modern_bert(keys: GgufKeys) -> dict[str, Any]:
         "global_rope_theta": float(keys.number("rope.freq_base", 160_000.0)),
         "local_rope_theta": float(keys.number("rope.freq_base_swa", DEFAULT_ROPE_THETA)),
     }
+
+
+def _nomic_bert_moe(keys: GgufKeys) -> dict[str, Any]:
+    tensors = keys.file.tensors
+    return {
+        "activation_function": "gelu",
+        "qkv_proj_bias": "blk.0.attn_qkv.bias" in tensors,
+        "mlp_fc1_bias": "blk.0.ffn_up.bias" in tensors,
+        "mlp_fc2_bias": "blk.0.ffn_down.bias" in tensors,
+        "num_experts": keys.count("expert_count"),
+        "moe_top_k": keys.count("expert_used_count"),
+        "moe_every_n_layers": keys.count("moe_every_n_layers"),
+        "moe_bias": False,  # llama.cpp's files leave it out
+    }
+
+
+_ENCODERS_KEYS = {"modern-bert": _modern_bert, "nomic-bert-moe": _nomic_bert_moe}
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -25,6 +25,8 @@ class GgufArchitecture:
     # Heads of values that share a head of keys lie apart: first one of each head of keys, then the next of each.
     tiled_values: bool = False
     is_encoder: bool = False
+    # In Hugging Face's tensors the matrices of all experts are one below the other, all as wide as hidden states.
+    flat_experts: bool = False
     others: tuple[str, ...] = ()  # for config["architectures"] too, as a file's keys say
 
 
@@ -198,6 +200,11 @@ _NOMIC_BERT = {
     **{"attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1"},
     **{"ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2"},
 }
+_NOMIC_EXPERTS = {
+    "ffn_gate_inp": "mlp.router.layer",
+    "ffn_up_exps": "mlp.experts.mlp.w1$",
+    "ffn_down_exps": "mlp.experts.mlp.w2$",
+}
 _MODERN_BERT = {
     **{"attn_norm": "attn_norm", "attn_qkv": "attn.Wqkv", "attn_output": "attn.Wo"},
     **{"ffn_norm": "mlp_norm", "ffn_up": "mlp.Wi", "ffn_down": "mlp.Wo"},
@@ -229,6 +236,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         layers="encoder.layers",
         model_names=_ENCODER_NAMES,
         is_encoder=True,
+    ),
+    "nomic-bert-moe": GgufArchitecture(
+        *("NomicBertModel", "nomic_bert", _NOMIC_BERT | _NOMIC_EXPERTS | {"ffn_up": "mlp.fc1"}),
+        layers="encoder.layers",
+        model_names=_ENCODER_NAMES,
+        is_encoder=True,
+        flat_experts=True,
     ),
     "modern-bert": GgufArchitecture(
         *("ModernBertModel", "modernbert", _MODERN_BERT), layers="layers", model_names=_MODERN_NAMES, is_encoder=True

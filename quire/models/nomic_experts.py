@@ -57,15 +57,16 @@ class NomicExpertsLayer(Routed, EncoderLayer):
         assert experts is not None, "a layer of experts needs their sizes"
         count = experts.num_experts
         self.router = Router(hidden, count, experts.routing, bias=False, choice_bias=False, target=ctx.target)
-        self.experts = BiasedExperts(
+        parts = (
             FlatUp(count, hidden, experts.width, bias=False, **ctx.split),
             FlatDown(count, experts.width, hidden, bias=False, layout="columns", **ctx.split),
             ACTIVATIONS[config.activation].bind(ctx.target),
-            empty_parameter(hidden, dtype=ctx.dtype),
         )
+        bias = empty_parameter(hidden, dtype=ctx.dtype)
+        self.experts = BiasedExperts(*parts, bias) if experts.bias else UngatedExperts(*parts)
 
     def mlp(self, hidden: Tensor) -> Passed:
-        out: Tensor = self.experts(hidden, *self.router.choose(hidden))
+        out: Passed = self.experts(hidden, *self.router.choose(hidden))
         return out
 
 
@@ -84,4 +85,4 @@ def read_experts(read: ConfigReader) -> ExpertsConfig | None:
     if not read.get("num_experts"):
         return None
     routing = Routing(read.get("moe_top_k", 1), score="softmax", renormalize=False)
-    return ExpertsConfig(read["num_experts"], read["intermediate_size"], routing)
+    return ExpertsConfig(read["num_experts"], read["intermediate_size"], routing, bias=read.get("moe_bias", True))
