@@ -27,6 +27,10 @@ _SPECIAL_TOKEN_KEYS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+_WITHOUT_EXTRA_SPACES = (
+    normalizers.Replace(Regex(r"\A +| +\z"), ""),
+    normalizers.Replace(Regex(" {2,}"), " "),
+)
 _NO_TOKEN = (-1, (1 << 32) - 1)  # the same bits: the format stores ids without a sign
 
 # Files often name one end token only. These control tokens end a turn in every model that has them.
@@ -207,7 +211,7 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     add_space = bool(vocabulary.setting("add_space_prefix", True))
     steps: list[normalizers.Normalizer] = []
     if vocabulary.setting("remove_extra_whitespaces", False):
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += _WITHOUT_EXTRA_SPACES
     if add_space:
         steps.append(normalizers.Prepend(_SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
@@ -216,6 +220,31 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         backend,
         vocabulary.token_at("bos_token_id", 1) if vocabulary.setting("add_bos_token", True) else None,
         vocabulary.token_at("eos_token_id", 2) if vocabulary.setting("add_eos_token", False) else None,
+    )
+    return backend
+
+
+def _build_unigram(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """XLM-RoBERTa's and T5's kind: of all ways to cut a text into tokens, the one with the best sum of scores."""
+    pieces = list(zip(vocabulary.tokens, map(float, vocabulary.required("scores")), strict=True))
+    unknown = vocabulary.token_id("unknown_token_id")
+    has_bytes = bool(vocabulary.of_type(TokenType.BYTE))
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=has_bytes))
+    steps: list[normalizers.Normalizer] = []
+    charsmap = vocabulary.setting("precompiled_charsmap")
+    if charsmap is not None and len(charsmap):
+        steps.append(normalizers.Precompiled(bytes(int(value) & 0xFF for value in charsmap)))
+    if vocabulary.setting("remove_extra_whitespaces", True):
+        steps += _WITHOUT_EXTRA_SPACES
+    backend.normalizer = normalizers.Sequence(steps)
+    add_space = bool(vocabulary.setting("add_space_prefix", True))
+    scheme = "always" if add_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    backend.decoder = _sentencepiece_decoder(strip_first_space=add_space)
+    _add_ends(
+        backend,
+        vocabulary.token_at("bos_token_id") if vocabulary.setting("add_bos_token", False) else None,
+        vocabulary.token_at("eos_token_id") if vocabulary.setting("add_eos_token", True) else None,
     )
     return backend
 
@@ -295,6 +324,7 @@ _BUILDERS = {
     "llama": _build_sentencepiece,
     "gemma4": _build_gemma4,
     "bert": _build_wordpiece,
+    "t5": _build_unigram,
 }
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import sentencepiece
 import tokenizers
 import xllamacpp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -225,7 +229,7 @@ def test_phi3_control_tokens_swallow_space() -> None:
     ("change", "message"),
     [
         ({"tokenizer.ggml.pre": "martian"}, "'martian'.*known:.*llama-bpe.*qwen2"),
-        ({"tokenizer.ggml.model": "t5"}, "'t5'; known: gpt2, llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'; known: gpt2, llama"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.tokens": []}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "1 entries for"),
@@ -311,3 +315,35 @@ def test_user_defined_tokens_are_found_in_text_and_shown() -> None:
     metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2")
     assert metadata["tokenizer.ggml.token_type"][token_id] == USER_DEFINED
     assert ours.decode([token_id]) == "<tool>"
+
+
+WORDS = ["the cat sits on the mat", "a cat and the dogs are here", "numbers 12 345 6789", "ça va bien, merci"]
+ODD = ["  the   cats ", "\uff34\uff28\uff25 \ufb01ne cat", "unknown: \u2603\u2603 snow", "the\ncat\tsits", ""]
+
+
+def test_unigram_tokenizers_cut_as_sentencepiece_does(tmp_path: Path) -> None:
+    """With its normalization, which a file has as a table."""
+    model = io.BytesIO()
+    options = {"model_type": "unigram", "vocab_size": 60, "hard_vocab_limit": False, "character_coverage": 1.0}
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(WORDS * 20), model_writer=model, minloglevel=2, **options
+    )
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    assert proto.normalizer_spec.precompiled_charsmap
+    writer = gguf.GGUFWriter(tmp_path / "tokens.gguf", "nomic-bert-moe")
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list([piece.piece for piece in proto.pieces])
+    writer.add_token_scores([piece.score for piece in proto.pieces])
+    writer.add_token_types([piece.type for piece in proto.pieces])
+    writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
+    writer.add_add_bos_token(True)
+    for index, name in enumerate(("unk", "bos", "eos")):
+        getattr(writer, f"add_{name}_token_id")(index)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = tokenizer_from_gguf(read_metadata(tmp_path / "tokens.gguf"))
+    original = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for text in (*WORDS, *ODD):
+        assert found.encode(text) == [1, *original.encode(text), 2], text
+    assert found.decode(original.encode(WORDS[0])) == WORDS[0]
