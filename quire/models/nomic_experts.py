@@ -57,13 +57,10 @@ class NomicExpertsLayer(Routed, EncoderLayer):
         assert experts is not None, "a layer of experts needs their sizes"
         count = experts.num_experts
         self.router = Router(hidden, count, experts.routing, bias=False, choice_bias=False, target=ctx.target)
-        parts = (
-            FlatUp(count, hidden, experts.width, bias=False, **ctx.split),
-            FlatDown(count, experts.width, hidden, bias=False, layout="columns", **ctx.split),
-            ACTIVATIONS[config.activation].bind(ctx.target),
-        )
-        bias = empty_parameter(hidden, dtype=ctx.dtype)
-        self.experts = BiasedExperts(*parts, bias) if experts.bias else UngatedExperts(*parts)
+        up = FlatUp(count, hidden, experts.width, bias=False, **ctx.split)
+        down = FlatDown(count, experts.width, hidden, bias=False, layout="columns", **ctx.split)
+        act, bias = ACTIVATIONS[config.activation].bind(ctx.target), empty_parameter(hidden, dtype=ctx.dtype)
+        self.experts = BiasedExperts(up, down, act, bias) if experts.bias else UngatedExperts(up, down, act)
 
     def mlp(self, hidden: Tensor) -> Passed:
         out: Passed = self.experts(hidden, *self.router.choose(hidden))

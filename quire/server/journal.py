@@ -45,7 +45,6 @@ class JournalFolder:
         self, folder: Path, suffix: str, ttl: float, on_failure: Callable[[], None] = ignore_failure
     ) -> None:
         """`suffix` tells the files of one kind from others in the folder."""
-        check_folder(folder)
         self._folder = folder
         self._suffix = suffix
         self._ttl = ttl
@@ -128,7 +127,7 @@ class NoFolder(JournalFolder):
     """Everything ends with the process."""
 
     def __init__(self) -> None:
-        pass
+        super().__init__(Path(), "", math.inf)
 
     def open(self, name: str, line: bytes) -> None:
         return None

@@ -24,7 +24,7 @@ from quire.server.context import ServerContext
 from quire.server.detached import DetachedRun
 from quire.server.errors import ClientDisconnectedError
 from quire.server.generation.fields import GenerationFields
-from quire.server.journal import JournalFolder, NoFolder
+from quire.server.journal import JournalFolder, NoFolder, check_folder
 from quire.server.middleware import owner_of, request_id_of
 from quire.server.sse import EventStream, while_connected
 from quire.types.errors import EngineUnavailableError, QuireError, RequestError
@@ -248,4 +248,5 @@ def folder_of(context: ServerContext, suffix: str) -> JournalFolder:
     if settings.journal is None:
         return NoFolder()
     folder = Path(settings.journal).expanduser()
+    check_folder(folder)
     return JournalFolder(folder, suffix, settings.journal_ttl, context.observer.on_journal_failure)

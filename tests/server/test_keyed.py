@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import http, make_app
 from tests.server.waiting import BODIES, CHAT, COMPLETIONS, RESPONSES, WaitingClient
@@ -28,6 +29,12 @@ async def until_added(client: FakeClient, number: int) -> None:
     async with asyncio.timeout(LIMIT):
         while len(client.added) < number:
             await asyncio.sleep(0.005)
+
+
+def seed_of(client: FakeClient) -> int | None:
+    params = client.added[0].params
+    assert isinstance(params, SamplingParams)
+    return params.seed
 
 
 async def next_app(client: FakeClient, **settings: Any) -> FastAPI:
@@ -54,7 +61,7 @@ async def test_the_running_request_is_returned(route: str, stream: bool) -> None
         assert len({answer.text for answer in answers}) == 1
         assert len({answer.headers["content-type"] for answer in answers}) == 1
         assert len(client.added) == 1
-        assert client.added[0].params.seed is not None
+        assert seed_of(client) is not None
         assert not client.aborted
         other = await post(session, route, {"idempotency-key": "abd"}, stream=stream)
         assert other.json()["id"] != answers[0].json()["id"] if not stream else other.text != answers[0].text
@@ -131,7 +138,7 @@ async def test_the_next_server_answers(route: str, stream: bool, tmp_path: Path)
         assert answer.status_code == 200
         assert (await post(session, route, headers, stream=stream)).text == answer.text
     (request,) = client.added
-    assert request.params.seed == before.added[0].params.seed
+    assert seed_of(client) == seed_of(before)
     assert request.tenant == before.added[0].tenant
     # The one after it has the answer without running anything, and gives it to nobody else.
     idle = FakeClient("another")
