@@ -129,10 +129,6 @@ class AttentionLayer(CachedLayer):
         spec = self.spec
         return backend.cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim + spec.index_dim, dtype)
 
-    def scale_cache(self, scales: tuple[float, float]) -> None:
-        """Keys and values in fp8 are to be divided by these."""
-        self.spec = replace(self.spec, kv_scales=scales)
-
     def heal(self, block_ids: Tensor) -> None:
         self.backend.heal(self.cache, block_ids)
 

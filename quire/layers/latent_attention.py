@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -164,11 +163,6 @@ class LatentAttention(AttentionLayer):
     def keeps(self) -> LayerKV:
         assert self.spec.value_dim is not None
         return keeps_latent(self.spec.head_dim, self.spec.value_dim, self.spec.index_dim)
-
-    def scale_cache(self, scales: tuple[float, float]) -> None:
-        """Backends see latents that are divided already, see LatentBlock: scores of them are too small by as much."""
-        super().scale_cache(scales)
-        self.spec = replace(self.spec, scale=self.spec.scale * scales[0])
 
     def forward(
         self,

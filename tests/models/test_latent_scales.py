@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from quire.attention.base import AttentionBackend
 from quire.attention.native_latent import NativeLatentAttention, NativeSparseAttention
 from quire.attention.torch_latent import TorchLatentAttention
 from quire.config.engine import EngineConfig
+from quire.layers.attention import AttentionLayer
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.quantized.kv_cache import scale_caches
 from quire.models.base import CausalLM
@@ -99,8 +100,7 @@ def test_a_scale_changes_nothing_but_what_is_rounded(folders: dict[str, Path]) -
     """In a cache of float32, with a number that is no power of two."""
     model = load(folders["deepseek-v3"], 64)
     expected = run_chunks(model, TOKENS, [LENGTH])
-    for layer in model.attention_layers():
-        layer.scale_cache((SCALE, SCALE))
+    scale_caches(model.attention_layers(), Scales(k_scale=SCALE), FP8)
     torch.testing.assert_close(run_chunks(model, TOKENS, [13, 1, 20]), expected, atol=1e-4, rtol=0)
 
 
@@ -129,10 +129,11 @@ def test_captured_steps_apply_it_and_the_ledger_has_half_the_bytes(
     assert sizes["float32"] == 2 * sizes["float16"] == 4 * sizes["fp8"] == 4 * 4 * 16 * 44
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     answers = []
-    scales = Scales(k_scale=3.0)
-    monkeypatch.setattr(
-        "quire.worker.worker.scale_caches", lambda layers, _, dtype: scale_caches(layers, scales, dtype)
-    )
+
+    def apply(layers: Iterable[AttentionLayer], checkpoint: Checkpoint, kv_dtype: torch.dtype) -> None:
+        scale_caches(layers, Scales(k_scale=3.0), kv_dtype)
+
+    monkeypatch.setattr("quire.worker.worker.scale_caches", apply)
     for eager in (False, True):
         core = make_engine(folder, kv_cache_dtype="fp8", **settings)
         assert {layer.spec.kv_scales for layer in worker_of(core).model.attention_layers()} == {(3.0, 3.0)}

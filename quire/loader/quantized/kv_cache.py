@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ def scale_caches(layers: Iterable[AttentionLayer], checkpoint: Checkpoint, kv_dt
     of_layers, used = _by_layer(scales, latents), 0
     for index, layer in kept.items():
         if (found := of_layers.get(index)) is not None:
-            layer.scale_cache(found)
+            # Backends see latents that are divided already (LatentBlock), whose scores are too small by as much.
+            scale = layer.spec.scale * (found[0] if index in latents else 1.0)
+            layer.spec = replace(layer.spec, kv_scales=found, scale=scale)
             used += 1
     logger.info("keys and values of %d layers are kept as fp8 with the scales of the checkpoint", used)
 
