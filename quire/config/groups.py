@@ -241,7 +241,9 @@ class LoRAConfig:
     lora_experts: bool = setting(
         False, "Adapters may be on experts too; a slot then takes memory for a pair of matrices of each expert."
     )
-    max_cpu_loras: int = setting(64, "Adapters that are kept in host memory, so that a slot is filled at once.")
+    max_cpu_loras: int | None = setting(
+        None, "Adapters that are kept in host memory, so that a slot is filled at once. Unset, or fewer: one a slot."
+    )
 
     @property
     def buckets(self) -> tuple[tuple[int, int], ...]:
@@ -255,6 +257,11 @@ class LoRAConfig:
                 raise ConfigError(f"lora_slots has {part!r}; write ranks and numbers of slots, such as 16x6,64x2")
             found[int(rank)] = found.get(int(rank), 0) + int(count)
         return tuple(sorted(found.items()))
+
+    @property
+    def num_in_host_memory(self) -> int:
+        """Adapters that are kept there: those in slots, and what max_cpu_loras has beyond."""
+        return max(self.max_cpu_loras or 1, sum(count for _, count in self.buckets))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ class AdapterReader:
     name = "adapter"
 
     def __init__(self, executor: Executor, max_kept: int) -> None:
-        """`max_kept`: adapters in host memory, more only while requests need them."""
+        """`max_kept`: adapters in host memory; requests wait for room, what an operator loads does not."""
         self._executor, self._max_kept = executor, max_kept
         self._reading: OrderedDict[str, Future[int]] = OrderedDict()  # by digest, the least recently used first
+        self._queued: dict[str, AdapterRef] = {}  # of these, those that wait for room, by digest
         self._open: dict[str, str] = {}  # request -> digest
         self._users: Counter[str] = Counter()
         self._asked: dict[str, float] = {}  # digest -> when `state` was last asked for it, and has not told its end
@@ -40,7 +41,12 @@ class AdapterReader:
         digest = request.adapter.digest
         self._open[request.request_id] = digest
         self._users[digest] += 1
-        return self.read(request.adapter)
+        if digest not in self._reading:
+            self._reading[digest], self._queued[digest] = Future(), request.adapter
+        elif digest not in self._queued:
+            return self.read(request.adapter)
+        self._evict()
+        return self._reading[digest]
 
     def take(self, request: EngineRequest, found: int) -> None:
         return None
@@ -49,14 +55,17 @@ class AdapterReader:
         digest = self._open.pop(request_id, None)
         if digest is not None:
             self._users[digest] -= 1
+            if not self._users[digest] and self._queued.pop(digest, None):
+                del self._reading[digest], self._users[digest]
             self._evict()
 
     def read(self, ref: AdapterRef) -> Future[int]:
         """Completed when it is in host memory, with its bytes there, or with a RequestError."""
         digest = ref.digest
         known = self._reading.get(digest)
-        if known is None or (known.done() and known.exception() is not None):
-            self._reading[digest] = _for_request(self._executor.read_adapter(ref))
+        if known is None or digest in self._queued or (known.done() and known.exception() is not None):
+            told = self._reading[digest] if self._queued.pop(digest, None) else Future()
+            self._reading[digest] = _for_request(self._executor.read_adapter(ref), told)
         self._reading.move_to_end(digest)
         self._evict()
         return self._reading[digest]
@@ -79,6 +88,7 @@ class AdapterReader:
         """Give its host memory back, unless a request needs it."""
         if self._is_idle(ref.digest):
             self._drop(ref.digest)
+            self._evict()
 
     def shutdown(self) -> None:
         return None
@@ -94,15 +104,17 @@ class AdapterReader:
         excess = len(self._reading) - self._max_kept
         for digest in [digest for digest in self._reading if self._is_idle(digest)][: max(0, excess)]:
             self._drop(digest)
+        room = self._max_kept - len(self._reading) + len(self._queued)
+        for ref in list(self._queued.values())[: max(0, room)]:
+            self.read(ref)
 
     def _drop(self, digest: str) -> None:
         del self._reading[digest], self._users[digest]
         self._executor.forget_adapter(digest)
 
 
-def _for_request(reading: Future[int]) -> Future[int]:
-    """The same, with what is wrong with an adapter as the fault of the requests that name it."""
-    told: Future[int] = Future()
+def _for_request(reading: Future[int], told: Future[int]) -> Future[int]:
+    """`told` with the same end, but what is wrong with an adapter is the fault of the requests that name it."""
 
     def tell(done: Future[int]) -> None:
         error = done.exception()

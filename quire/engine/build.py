@@ -125,7 +125,7 @@ def _noted(forced: Callable[[str], Forced], log: StepLog) -> Callable[[str], For
 
 def make_conditions(config: EngineConfig, executor: Executor) -> list[Condition]:
     """What requests may have to wait for, besides their grammars."""
-    return [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
+    return [AdapterReader(executor, config.lora.num_in_host_memory)] if config.lora.enable_lora else []
 
 
 def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:

@@ -103,8 +103,9 @@ def host_line(model: Model, lora: LoRAConfig) -> LedgerLine:
     """What adapters take in host memory, each as large as the largest slot."""
     count = lora.buckets[-1][1]
     slots = [buffer for adapters in adapted_layers(model).values() for buffer in adapters.buckets[-1].buffers()]
-    num_bytes = lora.max_cpu_loras * sum(buffer.nbytes for buffer in slots) // count
-    return LedgerLine("adapters in host memory", num_bytes, f"{lora.max_cpu_loras}, as --max-cpu-loras says")
+    kept = lora.num_in_host_memory
+    num_bytes = kept * sum(buffer.nbytes for buffer in slots) // count
+    return LedgerLine("adapters in host memory", num_bytes, f"{kept} of them; --max-cpu-loras for more")
 
 
 def slots_line(model: Model) -> Iterable[LedgerLine]:

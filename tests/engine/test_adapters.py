@@ -11,8 +11,9 @@ from quire.engine import adapters
 from quire.engine.adapters import AdapterReader
 from quire.engine.replicas import one_reply
 from quire.types.control import AdapterState
-from quire.types.errors import AdapterError
-from quire.types.request import AdapterRef
+from quire.types.errors import AdapterError, RequestError
+from quire.types.request import AdapterRef, EngineRequest
+from quire.types.sampling import SamplingParams
 from quire.worker.executor import Executor
 
 
@@ -62,6 +63,33 @@ def test_one_that_is_still_read_leaves_later() -> None:
     executor.host[ref(1).digest].set_exception(AdapterError("no"))
     reader.read(ref(2))
     assert list(executor.host) == [ref(2).digest]
+
+
+def request(name: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=str(name), token_ids=[1], params=SamplingParams(), max_tokens=1, adapter=ref(name)
+    )
+
+
+def test_adapters_of_waiting_requests_take_no_more_than_is_kept() -> None:
+    executor = Reads()
+    reader = AdapterReader(cast(Executor, executor), max_kept=2)
+    found = [reader.begin(request(name)) for name in range(5)]
+    assert list(executor.host) == [ref(0).digest, ref(1).digest]
+    for name in (0, 1):
+        executor.host[ref(name).digest].set_result(7)
+    reader.forget("2")  # it never had a turn
+    assert list(executor.host) == [ref(0).digest, ref(1).digest]
+    reader.forget("1")
+    assert list(executor.host) == [ref(0).digest, ref(3).digest]
+    executor.host[ref(3).digest].set_exception(AdapterError("no"))
+    with pytest.raises(RequestError, match="no"):
+        found[3].result(0)
+    reader.forget("3")  # which makes room again
+    assert list(executor.host) == [ref(0).digest, ref(4).digest]
+    reader.state(ref(5))  # an operator's does not wait for requests to end
+    assert ref(5).digest in executor.host
+    assert not found[4].done()
 
 
 def test_replicas_have_read_an_adapter_when_all_have() -> None:

@@ -320,11 +320,12 @@ def test_stages_count_what_layers_keep(length: int, ends: list[int], tmp_path: P
 
 
 def test_adapters_in_host_memory_are_in_the_ledger(tmp_path: Path) -> None:
-    """Of a CPU, whose memory they share; as many as may stay, each as large as a slot."""
+    """Of a CPU, whose memory they share; as many as may stay and one for each slot at least, each as large as a slot."""
     common = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    few, many = (make_plan(tmp_path, LLAMA, **common, max_cpu_loras=count) for count in (1, 5))
-    assert entry(many, "adapters in host memory") == 5 * entry(few, "adapters in host memory")
-    assert entry(few, "adapters in host memory") == entry(few, "adapters") // 2
+    unset, few, many = (make_plan(tmp_path, LLAMA, **common, max_cpu_loras=count) for count in (None, 1, 6))
+    assert entry(unset, "adapters in host memory") == entry(unset, "adapters")
+    assert entry(few, "adapters in host memory") == entry(few, "adapters")
+    assert entry(many, "adapters in host memory") == 3 * entry(many, "adapters")
     names = [line.name for line in make_plan(tmp_path, LLAMA).ledger.entries]
     assert "adapters in host memory" not in names
 
