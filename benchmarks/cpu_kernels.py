@@ -1,6 +1,7 @@
 """The CPU kernels between the products, at the default model's shapes; beside those of another build of the library.
 
-Run: python benchmarks/cpu_kernels.py [--before LIBRARY.so] [--threads 2] [--seconds 0.3] [--output RESULT.json]
+Run: python benchmarks/cpu_kernels.py [--before LIBRARY.so] [--threads 2] [--seconds 0.3] [--only TEXT]
+         [--output RESULT.json]
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Sequences:
         kernels.attention(
             *(self.q.data_ptr(), self._cache(), *(tensor.data_ptr() for tensor in tensors)),
             *(self.count, self.tables.shape[1], self.value_offset, HEADS, KV_HEADS, DIM, BLOCK),
-            *(0, 1, FLOAT16, DIM**-0.5, 0.0, None),
+            *(0, 1, FLOAT16, DIM**-0.5, 0.0, None, 1, 0),
         )
 
     def prepare_qkv(self, kernels: SimpleNamespace) -> None:
@@ -92,6 +93,8 @@ def cases() -> dict[str, Callable[[], Call]]:
         "attention, a prompt of 128": lambda: Sequences(1, 128, 128, 4).attention,
         "attention, a prompt of 512": lambda: Sequences(1, 512, 512, 2).attention,
         "attention, the second 512 of 1,024": lambda: Sequences(1, 1024, 512, 2).attention,
+        "attention, 40 more of 6,000": lambda: Sequences(1, 6040, 40, 8).attention,
+        "attention, 512 more of 6,000": lambda: Sequences(1, 6512, 512, 2).attention,
         "attention, 4 prompts of 128": lambda: Sequences(4, 128, 128, 2).attention,
         "attention, 32 prompts of 16": lambda: Sequences(32, 16, 16, 2).attention,
         "attention, 32 decodes over 192": lambda: Sequences(32, 192, 1, LAYERS).attention,
@@ -131,6 +134,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another build of the library")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.3, help="for each kernel and library")
+    parser.add_argument("--only", default="", help="cases whose names have this")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     loaded = library.load()
@@ -142,6 +146,8 @@ def main() -> None:
     results = {}
     with torch.inference_mode():
         for name, make in cases().items():
+            if options.only not in name:
+                continue
             results[name] = measure(make(), libraries, options.seconds)
             figures = [
                 f"{which} {us['best']:9.1f} (median {us['median']:9.1f}) us" for which, us in results[name].items()

@@ -320,7 +320,7 @@ def test_stages_count_what_layers_keep(length: int, ends: list[int], tmp_path: P
 
 
 def test_adapters_in_host_memory_are_in_the_ledger(tmp_path: Path) -> None:
-    """Of a CPU, whose memory they share; as many as may stay and one for each slot at least, each as large as a slot."""
+    """Of a CPU, whose memory they share; as many as may stay, one a slot at least, each as large as a slot."""
     common = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     unset, few, many = (make_plan(tmp_path, LLAMA, **common, max_cpu_loras=count) for count in (None, 1, 6))
     assert entry(unset, "adapters in host memory") == entry(unset, "adapters")
