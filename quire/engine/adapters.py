@@ -55,8 +55,8 @@ class AdapterReader:
         digest = self._open.pop(request_id, None)
         if digest is not None:
             self._users[digest] -= 1
-            if not self._users[digest] and self._queued.pop(digest, None):
-                del self._reading[digest], self._users[digest]
+            if not self._users[digest] and digest in self._queued:
+                del self._queued[digest], self._reading[digest], self._users[digest]
             self._evict()
 
     def read(self, ref: AdapterRef) -> Future[int]:

@@ -195,10 +195,11 @@ constexpr bool in_place(const LatentCells<Format>*) {
 }
 
 // Whether many rows gain by reading the cache in place too: each MAX_ROWS of them convert what they read, where a copy is
-// converted once but takes twice the room of the first-level cache. Not where scales come with it.
+// converted once but takes twice the room of the first-level cache. Eight bits take more to convert, and may have scales.
 template <class Format>
 bool reads_freely() {
-    return sizeof(typename Format::Element) == sizeof(float) || (LANES >= 8 && !Format::SCALED && converts_beside_fma());
+    constexpr size_t size = sizeof(typename Format::Element);
+    return size == 4 || (size == 2 && LANES >= 8 && converts_beside_fma());
 }
 
 // Fetches what `unpack` will read of the tile to come, a few lines at each call: blocks lie anywhere in memory, each too
@@ -375,9 +376,11 @@ void merge_tiles(const Shape& shape, const Unit& unit, float* memory) {
     write_out(shape, unit, merged);
 }
 
-// Units of a row of `tokens` for each KV head: as many as all threads get the same number of, if these are not too small.
+// Units of a row of `tokens` for each KV head. Of a row that is most of the step, as many as all threads get the same
+// number of, if these are not too small.
 int64_t count_units(const Shape& shape, int64_t tokens, int64_t tokens_per_unit) {
     const int64_t least = (tokens + tokens_per_unit - 1) / tokens_per_unit;
+    if (2 * tokens < shape.starts[shape.num_rows] - shape.starts[0]) return least;
     int64_t even = least;
     while (even * shape.kv_heads % num_threads()) ++even;
     return even <= tokens && even * EVEN_ROWS <= tokens * shape.group() ? even : least;
