@@ -197,7 +197,6 @@ class GroupBackend(ABC):
 class AttentionBackend(GroupBackend):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
-    scales_cache: bool = True  # whether it applies `kv_scales`
     block_axis: int = 1  # of a cache tensor
     whole_prompts: bool = False  # every layer attends in both directions, over the tokens of its step
     max_head_dim: int | None = None  # None: any

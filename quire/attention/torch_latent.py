@@ -7,8 +7,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
-from quire.attention.torch_ref import TorchAttention, TorchMetadata, Unit, attend_unit, plan_units
-from quire.ops.fp8 import FP8, FP8_MAX
+from quire.attention.torch_ref import TorchAttention, TorchMetadata, Unit, attend_unit, keep, plan_units
 from quire.ops.latent import index_scores, per_head, top_keys
 from quire.ops.norm import rms_norm
 from quire.ops.rope import apply_rope
@@ -24,7 +23,7 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         nope_dim = q.shape[2] - (spec.head_dim - rank)
         shared = rotated(latent[:, None, rank:], rotation)[:, 0]
         kept = torch.cat((rms_norm(latent[:, :rank], weights.norm, weights.eps), shared), dim=-1)
-        write_lines(cache, slice(spec.head_dim), metadata.slots, kept)
+        keep(cache.view(-1, cache.shape[-1])[:, : spec.head_dim], 0, metadata.slots, kept[: len(metadata.slots)])
         absorbed = per_head(q[..., :nope_dim], weights.key_up)
         return Written(torch.cat((absorbed, rotated(q[..., nope_dim:], rotation)), dim=-1))
 
@@ -32,7 +31,7 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
         key = rotated(index.key[:, None], rotation)[:, 0]
-        write_lines(cache, slice(spec.head_dim, None), metadata.slots, key)
+        keep(cache.view(-1, cache.shape[-1])[:, spec.head_dim :], 0, metadata.slots, key[: len(metadata.slots)])
         num_heads, dim = index.query.shape[1:]
         return rotated(index.query, rotation) * dim**-0.5, index.weights.float() * num_heads**-0.5
 
@@ -74,14 +73,6 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         products = torch.bmm(padded, keys.transpose(1, 2))[:, : flat.shape[1]]
         scores = index_scores(products.view(*shape, heads, -1), weights.view(*shape, heads))
         return ~top_keys(scores, unit.mask[:, :, 0], spec.top_k)[:, :, None]
-
-
-def write_lines(cache: Tensor, columns: slice, slots: Tensor, kept: Tensor) -> None:
-    """Keep these columns of tokens at their slots, without padding."""
-    kept = kept[: slots.shape[0]]
-    if cache.dtype == FP8:
-        cache, kept = cache.view(torch.uint8), kept.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-    cache.view(-1, cache.shape[-1])[:, columns].index_copy_(0, slots, kept.to(cache.dtype))
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

@@ -63,7 +63,7 @@ class TorchAttention(AttentionBackend):
         self._min_rows: dict[tuple[int, int, torch.dtype], int] = {}
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (dtype, FP8) if self.scales_cache else (dtype,)
+        return dtype, FP8
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -91,10 +91,7 @@ class TorchAttention(AttentionBackend):
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
         for part, x, scale in zip(flat, (key, value), spec.kv_scales, strict=True):
-            kept = x[:num_tokens].transpose(0, 1)
-            if cache.dtype == FP8:
-                kept = (kept / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-            part.view(kept.dtype).index_copy_(1, slots, kept)
+            keep(part, 1, slots, x[:num_tokens].transpose(0, 1) / scale)
         return Written(query)
 
     def attend(self, at: LayerCache, written: Written) -> Tensor:
@@ -115,6 +112,13 @@ class TorchAttention(AttentionBackend):
         if found is None:
             found = self._min_rows[(head_dim, value_dim, dtype)] = _probe(head_dim, value_dim, dtype)
         return found
+
+
+def keep(cache: Tensor, axis: int, slots: Tensor, x: Tensor) -> None:
+    """Write x into a part of a cache, rounded to its type; what is too large for fp8 becomes the largest."""
+    if cache.dtype == FP8:
+        cache, x = cache.view(torch.uint8), x.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    cache.index_copy_(axis, slots, x.to(cache.dtype))
 
 
 def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> list[Unit]:

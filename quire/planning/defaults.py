@@ -113,8 +113,7 @@ def choose_kv_dtype(
     if name == "auto" and pools and dtype in possible.values():
         return dtype  # keys and values live for a few steps: there is no memory to be saved
     if name == "auto":
-        scaled = (kv for kv in possible.values() if kv == asked and backend.scales_cache)
-        return next(scaled, backend.kv_dtypes(dtype)[0])
+        return next((kv for kv in possible.values() if kv == asked), backend.kv_dtypes(dtype)[0])
     wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
     if wanted is None:
         raise ConfigError(

@@ -122,6 +122,28 @@ def test_fp8_rows_are_multiplied_as_fp8_on_a_gpu(name: str) -> None:
     assert not isinstance(weight_only, Fp8Linear)
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor-static", "ct-fp8-static", "ct-w8a8-fp8"])
+def test_fp8_activations_are_left_as_they_are_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they would be as the checkpoint says, by the formula, is another thing, and not far away."""
+    exact, flags = logits(ROOT / name), {"quantization": "none", "dtype": "float32"}
+    torch.testing.assert_close(logits(ROOT / name, **flags), exact, atol=2e-4, rtol=1e-3)
+    stored = SafetensorsCheckpoint(ROOT / name)
+    scales = {path: stored.get(path) for path in stored.tensors() if path.endswith("input_scale")}
+    multiply = PlainLinear.multiply
+
+    def rounded(self: PlainLinear, x: Tensor) -> Tensor:
+        """Of merged matrices all parts have the input of the first."""
+        path = self.spec.path.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj")
+        if self.spec.role != "linear" or path.endswith("o_proj"):  # a layer in floats
+            return multiply(self, x)
+        scale = scales[f"{path}.input_scale"] if scales else x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        return multiply(self, (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+
+    monkeypatch.setattr(PlainLinear, "multiply", rounded)
+    as_told = logits(ROOT / name, **flags)
+    assert 1e-3 < (as_told - exact).norm() / exact.norm() < 0.06
+
+
 class Folder:
     """A copy of a committed checkpoint that can be damaged."""
 
