@@ -216,7 +216,7 @@ def make_proposer(
         size = num_rows, model.num_hidden_read * sizes.hidden_size
         inputs = received = StageInputs(inputs, platform.zeros(size, own.dtype))
     place = (program.tables, program.backend, program.sampler, program.max_model_len, inputs)
-    mine, head = StepProgram(model, rows, *place), LogitsHead(model, ladder)
+    mine, head = StepProgram(model, rows, *place, dtype=own.dtype), LogitsHead(model, ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, platform.narrow_above))
     runner = Runner(

@@ -49,17 +49,19 @@ class StepProgram:
         adapters: AdapterTokens | None = None,
         max_samples: int = 0,
         group: ParallelGroup | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`max_samples`: places of a step that are sampled, if more than there are rows.
+        """`max_samples`: places of a step that are sampled, if more than there are rows; `dtype`: of hidden states.
 
         `group`: the ranks that may hold a long step's residual stream by rows.
         """
         self.inputs, self.adapters, self.group = inputs, adapters, group or ParallelGroup()
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
-        target = Target(tables.tables.device.type)
+        platform = tables.tables.device.type
+        target, hidden = Target(platform), Target(platform, dtype)
         self._gather_decode, self._gather_mixed = GATHER_DECODE.bind(target), GATHER_MIXED.bind(target)
-        self._gather_rows, self._place_drafts = GATHER_ROWS.bind(target), PLACE_DRAFTS.bind(target)
+        self._gather_rows, self._place_drafts = GATHER_ROWS.bind(hidden), PLACE_DRAFTS.bind(target)
         limit = 2 * max(8, rows.scratch_row, max_samples)  # samples are padded, to less than twice their number
         self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
 

@@ -337,7 +337,8 @@ def build_runner(
     if plan.adapters is not None:
         tokens = AdapterTokens(plan.adapters, settings.max_num_seqs, platform.device)
     backends, length = GroupBackends(plan.backends), ledger.max_model_len
-    program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples, plan.group)
+    limits = (max_samples, plan.group, plan.context.dtype)
+    program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, *limits)
     adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
     head = LogitsHead(model, sample_ladder, tokens)
     prompt_logprobs = PromptLogprobs(rows, head, has_logits=pipeline.is_last)

@@ -124,6 +124,20 @@ def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torc
         torch.testing.assert_close(mine.cpu().float(), theirs, atol=HALF_TOLERANCE * scale, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [case for case in CASES if case.values[0].name in ("append_greedy", "draw_within", "keep_allowed", "offer_candidates")],
+)
+def test_logits_of_half_precision(op: Op[Any], implementation: Implementation, dtype: torch.dtype) -> None:
+    """Sampling reads the logits of every model by the same kernels, in the type that the model computes in."""
+    run, (logits, *others) = load(implementation), INPUTS[op.name](1)
+    rounded = logits.to(dtype)
+    found = run(*place(implementation, [rounded, *others]))
+    for mine, theirs in pairs_of(found, op.reference(rounded.float(), *others)):
+        assert torch.equal(mine.cpu(), theirs)
+
+
 def _is_same(was: Any, now: Any) -> bool:
     return torch.equal(was, now) if isinstance(was, Tensor) else bool(was == now)
 

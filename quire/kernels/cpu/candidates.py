@@ -13,6 +13,7 @@ _Drawn = tuple[Tensor, Tensor, Tensor]
 
 def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: _Drawn | None = None) -> Tensor:
     """See quire/ops/candidates.py."""
+    logits = logits.float()
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     (rows, size), keys = logits.shape, _keys(drawn)

@@ -1,4 +1,4 @@
-"""The native library's functions over tensors: float32, contiguous, on the host."""
+"""The native library's functions over tensors: float32, contiguous, on the host; logits come in any float type."""
 
 from __future__ import annotations
 
@@ -196,6 +196,7 @@ def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, size = logits.shape

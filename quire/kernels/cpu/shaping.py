@@ -17,6 +17,7 @@ def _address(ahead: Tensor | None) -> int | None:
 def keep_allowed(
     logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
     count, size = logits.shape
     out, highest = empty(count, size), empty(count, -(-size // _CHUNK))
     bound().keep_allowed(

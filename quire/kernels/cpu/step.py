@@ -167,6 +167,7 @@ def append_greedy(
     ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/step.py."""
+    logits = logits.float()
     count, size = logits.shape
     tokens, highest = empty(count, dtype=torch.int32), empty(count)
     bound().greedy(logits.data_ptr(), count, size, logits.stride(0), tokens.data_ptr(), highest.data_ptr())
