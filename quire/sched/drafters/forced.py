@@ -30,7 +30,7 @@ class ForcedDrafter(Drafter):
         start, tokens = self._forced(request.request_id)
         if not tokens:
             return []
-        place = request.num_prompt_tokens + start  # may be behind the known tokens: then drafts before it are in flight
+        place = request.num_prompt_tokens + start  # behind the known tokens, if drafts before it are in flight
         outputs = request.token_ids[place:]
         first = len(request.token_ids) + num_in_flight - place
         if first < 0 or list(tokens[: len(outputs)]) != outputs[: len(tokens)]:
