@@ -107,10 +107,10 @@ def test_limits_are_within_the_budget(budget: int | None, threshold: int | None)
 
 def test_forced_tokens_are_drafts_by_default_where_bits_do_not_depend_on_a_steps_shape() -> None:
     on_gpu = replace(DEFAULTS, deterministic_backend="fixed")
-    for given, expected in (
+    for asked, expected in (
         ({}, (True, False)),
         ({"speculative_config": {"method": "prediction"}}, (True, True)),
         ({"speculative_config": {"method": "none"}}, (False, False)),
     ):
-        config = EngineConfig.from_flat(**given)
+        config = EngineConfig.from_flat(**asked)
         assert tuple(resolve(config, defaults).jumps_forward for defaults in (DEFAULTS, on_gpu)) == expected
