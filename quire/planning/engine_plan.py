@@ -358,10 +358,7 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
 
 
 def _with_ledger(plan: EnginePlan, config: EngineConfig, model: Model, step: LedgerLine | None = None) -> EnginePlan:
-    """The plan with a ledger for its sizes, and for fewer requests where their states do not fit.
-
-    `step` takes the place of all that is a part of one.
-    """
+    """The plan with a ledger, for fewer requests where their states do not fit; `step`: instead of a step's lines."""
     lines = contributions(plan.way_context(model))
     parts = lines if step is None else (step, *(line for line in lines if not line.in_step))
     demand = replace(plan.demand, parts=parts, max_num_seqs=plan.sizes.max_num_seqs)
