@@ -31,8 +31,7 @@ STACKED = {
 }
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(
-    rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES},
-    stack=STACKED,
+    rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES}, stack=STACKED
 )
 EXPERT_WEIGHTS = PRE_NORM_WEIGHTS.renaming(("mlp.gate", "mlp.router"), ("e_score_correction_bias", "choice_bias"))
 PRE_POST_NORM_WEIGHTS = WeightMap(

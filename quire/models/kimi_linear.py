@@ -85,8 +85,7 @@ class BailingHybrid(DeepseekV3):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(
-            config,
-            {"head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_lower_bound": -5.0},
+            config, {"head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_lower_bound": -5.0}
         )
         usual = with_usual_names(config, 1 << 18)
         experts = grouped_experts(usual, first_k_dense_replace=2, **DEFAULTS)
