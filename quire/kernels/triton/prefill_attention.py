@@ -107,9 +107,7 @@ def _prefill_kernel(
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DIM], tl.float32)
     end = tl.minimum(context, first_position + QUERIES)
-    begin = 0
-    if WINDOW != 0:
-        begin = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS
+    begin = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS if WINDOW != 0 else 0
     stop = end
     if SPLITS > 0:
         share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS

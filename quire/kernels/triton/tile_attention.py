@@ -121,8 +121,7 @@ def _tile_kernel(
     query, head = first + lines // GROUP, kv_head * GROUP + lines % GROUP
     inside = query < last
     first_position, positions = context - count + first, context - count + query
-    token = (query_start + query).to(tl.int64)
-    q_at = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    q_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     q_mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
     seen = context - count + last  # keys that the last query sees

@@ -26,7 +26,7 @@ What a checkpoint says of activations:
 | weights | CPU | NVIDIA GPU |
 |---|---|---|
 | int8 with int8 activations (W8A8) | 8-bit integers, a scale for each 32 | weights alone |
-| fp8, a scale for the matrix or each output | weights alone: rounding would cost time and accuracy | fp8 per token if the GPU has it, but for experts |
+| fp8, a scale for the matrix or each output | weights alone | fp8 per token if the GPU has it, but for experts |
 | fp8 in blocks, NVFP4 with fp4 activations | weights alone | weights alone |
 
 Weights alone: they are unpacked in the kernel, and activations keep their type. The log of the start names these
