@@ -72,7 +72,8 @@ def echo(request: EngineRequest) -> Sequence[int]:
 class FakeClient(EngineClient):
     """Each step every request says the next `chunk` tokens of its answer, then end-of-sequence.
 
-    With `one_by_one` only the first request that is not finished takes part in a step. A request that comes with outputs goes on after them.
+    With `one_by_one` only the first request that is not finished takes part in a step.
+    A request that comes with outputs goes on after them.
     """
 
     def __init__(

@@ -53,6 +53,7 @@ OWN_TYPE = {
     "linear_attention": (1, 2, 3),
 }
 FLOAT32_RESULTS = ("shrink_lora", "linear_shrinking", "prompt_sums")
+READS_LOGITS = ("append_greedy", "draw_within", "keep_allowed", "offer_candidates")
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 
@@ -127,7 +128,7 @@ def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("op", "implementation"),
-    [case for case in CASES if case.values[0].name in ("append_greedy", "draw_within", "keep_allowed", "offer_candidates")],
+    [case for case in CASES if case.values[0].name in READS_LOGITS],
 )
 def test_logits_of_half_precision(op: Op[Any], implementation: Implementation, dtype: torch.dtype) -> None:
     """Sampling reads the logits of every model by the same kernels, in the type that the model computes in."""

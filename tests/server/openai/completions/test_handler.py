@@ -231,7 +231,9 @@ prompts = st.one_of(
 async def test_a_stream_says_what_a_body_says(prompt: Any, chunk: int, one_by_one: bool, **body: Any) -> None:
     body |= {"prompt": prompt, "return_token_ids": True}
     whole = await complete(FakeClient(chunk=chunk), **body)
-    chunks = await complete(FakeClient(chunk=chunk, one_by_one=one_by_one), **body, stream=True, stream_options={"include_usage": True})
+    chunks = await complete(
+        FakeClient(chunk=chunk, one_by_one=one_by_one), **body, stream=True, stream_options={"include_usage": True}
+    )
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         parts = [c for part in chunks for c in part["choices"] if c["index"] == choice["index"]]
