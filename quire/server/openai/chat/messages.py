@@ -26,7 +26,7 @@ from quire.server.openai.structured import output_format
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 
-_TEXT_TYPES = ("text", "input_text", "output_text")
+_TEXT_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # field of the text
 
 
 def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
@@ -116,8 +116,8 @@ def template_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if isinstance(content, list):
         result["content"] = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
     else:
-        result["content"] = content or ""
-    others = message.model_dump(exclude={"role", "content", "tool_calls"}, exclude_none=True)
+        result["content"] = content or message.refusal or ""
+    others = message.model_dump(exclude={"role", "content", "refusal", "tool_calls"}, exclude_none=True)
     result.update(others)
     if message.tool_calls:
         result["tool_calls"] = [
@@ -133,8 +133,8 @@ def last_text(body: ConversationFields) -> str:
     if last.role != "assistant":
         return ""
     if isinstance(last.content, list):
-        return "\n".join(part if isinstance(part, str) else part.text or "" for part in last.content)
-    return last.content or ""
+        return "\n".join(part if isinstance(part, str) else part.text or part.refusal or "" for part in last.content)
+    return last.content or last.refusal or ""
 
 
 def _text_part(part: ContentPart | str, where: str) -> dict[str, str]:
@@ -145,9 +145,11 @@ def _text_part(part: ContentPart | str, where: str) -> dict[str, str]:
             f"{where} is of type {part.type[:40]!r}, and this server takes only text for now; send type 'text'",
             f"{where}.type",
         )
-    if part.text is None:
-        raise RequestError(f"{where} has no text; give it one", f"{where}.text")
-    return {"type": "text", "text": part.text}
+    field = _TEXT_TYPES[part.type]
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise RequestError(f"{where} has no {field}; give it one", f"{where}.{field}")
+    return {"type": "text", "text": text}
 
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from quire.server.openai.usage import Usage
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content; only text is taken for now."""
+    """A part of a message's content; only text is taken for now, a refusal among it."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
+    refusal: str | None = Field(None, description="The text of a part of type refusal, in an earlier answer.")
 
 
 class ChatMessage(BaseModel):
@@ -32,6 +33,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[ContentPart | str] | None = None
+    refusal: str | None = Field(None, description="An earlier answer that has no content but a refusal.")
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None

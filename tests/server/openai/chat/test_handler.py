@@ -193,6 +193,20 @@ async def test_content_parts_are_text() -> None:
     assert bytes(client.added[0].token_ids) == b"[user]one\ntwo\nthree\n[assistant]"
 
 
+async def test_refusals_of_earlier_answers_are_text() -> None:
+    client = FakeClient("x")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": None, "refusal": "never"},
+    ]
+    await ask(client, messages=messages)
+    assert bytes(client.added[0].token_ids) == b"[user]a\n[assistant]no\n[user]b\n[assistant]never\n[assistant]"
+    answer = await ask(FakeClient(), 400, messages=[{"role": "assistant", "content": [{"type": "refusal"}]}])
+    assert answer["error"]["param"] == "messages[0].content[0].refusal"
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
 async def test_other_parts_are_refused_by_name(kind: str) -> None:
     content = [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:,"}}]
