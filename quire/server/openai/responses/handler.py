@@ -33,7 +33,7 @@ from quire.server.openai.responses.run import Plan, begin, fail, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
 from quire.server.openai.sampling import check_logprob_token_ids, check_logprobs
 from quire.server.sse import KEEP_ALIVE, EventStream, named_event, while_connected
-from quire.types.errors import QuireError, RequestError
+from quire.types.errors import EngineUnavailableError, QuireError, RequestError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -53,6 +53,7 @@ class Responses:
         self._runs = DetachedRuns(context.settings.max_stored_bytes)
         self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner and idempotency key -> response
         self._running: dict[str, asyncio.Task[None]] = {}  # in the background
+        self._has_recovered = False
 
     async def create(self, body: ResponsesRequest, request: Request) -> HttpResponse:
         """Keys are those of background responses here; others are kept apart, see KeyedAnswers."""
@@ -100,6 +101,7 @@ class Responses:
             except (QuireError, ValueError) as error:
                 logger.warning("%s cannot go on: %s", entry.response_id, error)
                 self._journal.folder.delete(entry.response_id)
+        self._has_recovered = True
 
     def _remember(self, owner: str, key: str, response_id: str) -> None:
         self._keys[owner, key] = response_id
@@ -263,6 +265,8 @@ class Responses:
     def _find(self, response_id: str, owner: str, field: str = "response_id") -> StoredResponse:
         stored = self._store.get(response_id)
         if stored is None or stored.owner != owner:  # whose id it is must not be learned either
+            if not self._has_recovered and self._journal.owner(response_id) == owner:
+                raise EngineUnavailableError(f"{response_id} goes on as soon as the engine has started; ask again")
             raise NotFoundError(
                 f"there is no response {response_id[:100]!r}: it was not stored, deleted, or made room for others",
                 field,

@@ -81,6 +81,13 @@ class ResponseJournal:
             return None
         return [event.encode() for event in end.events]
 
+    def owner(self, response_id: str) -> str | None:
+        """Whose response it is that the folder has; None if it has none."""
+        try:
+            return msgspec.json.decode(b"".join(self.folder.lines(response_id)[:1]), type=JournalEntry).owner
+        except msgspec.MsgspecError:
+            return None
+
     def read(self) -> list[Journaled]:
         """What the process before has left, oldest first."""
         found: list[Journaled] = []

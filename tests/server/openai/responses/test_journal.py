@@ -133,6 +133,21 @@ async def test_a_response_that_had_not_ended_is_finished_by_the_next_server(tmp_
     assert list(folder.iterdir()) == []
 
 
+async def test_who_asks_before_the_engine_has_started_is_to_ask_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"journal": str(tmp_path / "journal"), "api_keys": ("mine", "yours")}
+    mine, yours = ({"authorization": f"Bearer {key}"} for key in settings["api_keys"])
+    async with http(make_app(WaitingClient(), **settings)) as session:
+        begun = (await session.post(URL, json={"input": "Q", "background": True}, headers=mine)).json()
+    second = make_app(FakeClient("the answer"), **settings)
+    async with http(second) as session:
+        early = await session.get(f"{URL}/{begun['id']}", headers=mine)
+        assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+        assert (await session.get(f"{URL}/{begun['id']}", headers=yours)).status_code == 404
+        for work in second.state.on_ready:
+            await work()
+        assert (await session.get(f"{URL}/{begun['id']}", headers=mine)).status_code == 200
+
+
 async def test_a_response_that_goes_on_is_still_its_keys_own(tmp_path: Path) -> None:
     """Outputs of one API key are never drafts for another, also if another process gives the answer."""
     journal, keys = str(tmp_path / "journal"), ("mine", "yours")
