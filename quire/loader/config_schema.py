@@ -190,6 +190,7 @@ class ConfigSchema(msgspec.Struct):
     use_qk_norm: bool | None = None
     qkv_bias: bool | None = None
     use_bias: bool | None = None
+    moe_bias: bool | None = None
     lm_head_bias: bool | None = None
     clip_qkv: Positive | None = None
     attn_layer_indices: list[int] | None = None

@@ -363,8 +363,12 @@ def _with_ledger(plan: EnginePlan, config: EngineConfig, model: Model, step: Led
     parts = lines if step is None else (step, *(line for line in lines if not line.in_step))
     demand = replace(plan.demand, parts=parts, max_num_seqs=plan.sizes.max_num_seqs)
     ledger = shared_ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
-    rows = demand.num_rows(ledger, config.scheduler.max_num_seqs)
-    if rows == plan.sizes.max_num_seqs:
+    rows = demand.num_rows(ledger)
+    if rows < demand.max_num_seqs and config.scheduler.max_num_seqs is not None:  # as asked: some will wait
+        why = f"{ledger.kv_reason}\nmax_num_seqs = {demand.max_num_seqs} (as asked; the states of {rows} fit at once)"
+        ledger = replace(ledger, kv_reason=why)
+        rows = demand.max_num_seqs
+    if rows == demand.max_num_seqs:
         return replace(plan, demand=demand, ledger=ledger)
     settings = plan.settings.with_rows(rows, config.speculation.speculative_config)
     drafts = min(plan.sizes.max_num_drafts, settings.max_num_drafts)

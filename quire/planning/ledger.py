@@ -90,7 +90,7 @@ class MemoryDemand:
             blocks = f"{sum(tokens)} blocks, {layout.num_tokens(num_blocks)} tokens"
             lines.append(LedgerLine("KV blocks", layout.num_bytes(tokens), blocks))
         if any(states):
-            note = f"{sum(states)} of recurrent layers: of {self.max_num_seqs} requests at once, and checkpoints"
+            note = f"{sum(states)} of recurrent layers: of running requests, and checkpoints"
             lines.append(LedgerLine("states", layout.num_bytes(states), note))
         return (self.weights, *lines, *self.parts, *self.others)
 
@@ -112,15 +112,10 @@ class MemoryDemand:
             kv_memory, num_tokens, self.max_num_batched_tokens, self.max_num_seqs, self.state_cache_size
         )
 
-    def num_rows(self, ledger: MemoryLedger, asked: int | None) -> int:
-        """Requests that run at once: those that have room for their states. What the user asks for is not lowered."""
+    def num_rows(self, ledger: MemoryLedger) -> int:
+        """Requests that run at once: those that have room for their states."""
         rows = self.layout.num_rows(ledger.pool_blocks, ledger.max_model_len, self.max_num_batched_tokens)
-        if rows >= self.max_num_seqs or asked is None:
-            return min(rows, self.max_num_seqs)
-        raise MemoryPlanError(
-            f"max_num_seqs is {asked}, but the states of {rows} requests fit into the KV memory of"
-            f" {format_bytes(ledger.kv_bytes)}; set --max-num-seqs {rows}, or raise --kv-cache-memory"
-        )
+        return min(rows, self.max_num_seqs)
 
     def longest(self, kv_memory: int) -> int:
         """The longest request that fits into so much KV memory, at most what the model was trained for."""

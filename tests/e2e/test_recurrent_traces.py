@@ -48,9 +48,9 @@ class Trace:
             self.requests[str(index)] = prompt, params
         layout = plan_memory(EngineConfig.from_flat(model=str(folder))).layout
         chunk = draw.choice([5, 17, 64])
-        rows = min(chunk, draw.choice([2, 5, 8]))
         self.settings: dict[str, Any] = {
             "max_num_batched_tokens": chunk,
+            "max_num_seqs": min(chunk, draw.choice([2, 5, 8])),
             "steps_in_flight": draw.choice([1, 2, 3]),
             "num_threads": draw.choice([1, 2]),
             "max_model_len": LONGEST,
@@ -58,9 +58,6 @@ class Trace:
             "kv_cache_memory": layout.bytes_for(LONGEST, chunk) * draw.choice([2, 3, 8]) + 4 * layout.page_bytes,
             "state_cache_size": draw.choice([None, 0, 3 * max(pool.page_bytes for pool in layout.pools)]),
         }
-        memory, checkpoints = self.settings["kv_cache_memory"], self.settings["state_cache_size"]
-        blocks = layout.num_blocks_for(memory, LONGEST, chunk, rows, checkpoints)
-        self.settings["max_num_seqs"] = min(rows, layout.num_rows(blocks, LONGEST, chunk))  # more are refused
         self.wrong = draw.choice([None, 0.0, 0.3, 1.0])  # share of drafts that do not hold; None: no speculation
 
     def run(self, core: EngineCore) -> dict[str, Answer]:

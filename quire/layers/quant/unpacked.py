@@ -14,11 +14,11 @@ from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.fp8 import Fp8Linear
 from quire.layers.quant.plain import Plain
 from quire.layers.quant.rounding import Rounding, has_fp8_rows
-from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight, as_tensor
+from quire.layers.scheme import GRIDS, Role, Scheme, StoredMatrix, Weight, as_tensor
 from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED
 
-_KEPT: tuple[Role, ...] = ("weight", "scales", "zeros", "second_scale", "group_index")
+_KEPT: tuple[Role, ...] = (*GRIDS, "second_scale", "group_index")
 
 
 class UnpackedLinear(LinearMethod):
@@ -78,6 +78,7 @@ class UnpackedLinear(LinearMethod):
             "weight": 1 if scheme.packing is None else scheme.packing.word.itemsize,
             "scales": scheme.scales.dtype.itemsize,
             "zeros": 4,
+            "minima": 4,
         }
         roles, total = dict(scheme.roles), 0
         for role in roles.keys() & sizes.keys():

@@ -50,6 +50,7 @@ FORMATS = {
     "modelopt-nvfp4": "e2m1_16",
     "torchao-fp8": "e4m3",
     "torchao-int4": "code8_min_f32",
+    "torchao-int4-packed": "code4_min_f32",
     "torchao-int8": "code8_min_f32",
     "torchao-int8-dynamic": "code8_min_f32",
 }
