@@ -168,7 +168,7 @@ async def _outputs(
         for said in known:
             yield said.output(announced), False
         async for _, output in outputs:
-            # Of the prefix, what the first engine found is told.
+            # Usage reports the prefix hit of the first engine.
             cached = known[-1].num_cached_tokens if known else output.num_cached_tokens
             yield msgspec.structs.replace(output, num_cached_tokens=cached), True
 
