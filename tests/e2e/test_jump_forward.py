@@ -97,7 +97,8 @@ def test_requests_without_a_grammar_have_no_drafter(model: Path) -> None:
     driver = Driver(core)
     driver.add("text", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
     driver.step()
-    assert core.scheduler._state.drafting._requests == {}  # type: ignore[attr-defined]
+    drafting: Any = core.scheduler.state.drafting
+    assert drafting._requests == {}
 
 
 @pytest.mark.parametrize(("setting", "asked"), [(OFF, {}), (None, {"speculate": False})])

@@ -63,8 +63,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def wide(folder: Path) -> CausalLM:
     """A model whose latents are too large for fp8 by far, and whose up-projections make that good."""
     model = load(folder, 64)
-    for layer in model.model.layers:  # type: ignore[attr-defined, union-attr]
-        block: Any = layer.self_attn
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        block = layer.self_attn
         block.kv_a_layernorm.weight.data *= 4000.0
         block.kv_b_proj.key_up.data /= 4000.0
         block.kv_b_proj.value_up.data /= 4000.0

@@ -152,7 +152,7 @@ async def test_every_death_is_survived(tmp_path: Path) -> None:
     assert done["usage"]["output_tokens"] == len(ANSWER.encode()) + 1
 
 
-async def test_calls_of_tool_servers_are_not_made_twice(tmp_path: Path) -> None:
+async def test_calls_of_tool_servers_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their results are in the journal; and so are conversations that no later server remembers."""
     add = '<tool_call>\n{"name": "loop__add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     with http_server() as url:
@@ -169,7 +169,7 @@ async def test_calls_of_tool_servers_are_not_made_twice(tmp_path: Path) -> None:
         async def call(*arguments: object) -> None:
             called.append(arguments)
 
-        servers.call = call  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(servers, "call", call)
         second = ScriptedClient("It is really 3.", chunk=4)
         async with http(await next_app(second, tmp_path, tool_servers=servers, **settings)) as session:
             done = await until_done(session, begun)
