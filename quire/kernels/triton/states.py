@@ -17,6 +17,7 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 
 Cut = tuple[int, int]  # columns of a program's part of a matrix, and its warps
 ONE_CUT: Cut = (64, 4)  # where bits must not depend on the number of rows: they depend on this
+_TOKENS = 16  # that a program norms, however few there are: bits depend on it
 _MOST = 1 << 14  # values of a matrix that a program's registers hold
 
 
@@ -25,7 +26,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _delta_inputs_kernel(
     qkv_ptr,
     decay_ptr,
@@ -35,6 +36,7 @@ def _delta_inputs_kernel(
     qk_ptr,
     decays_ptr,
     strengths_ptr,
+    count,
     qkv_stride,
     decay_stride,
     strength_stride,
@@ -47,29 +49,35 @@ def _delta_inputs_kernel(
     KEYS: tl.constexpr,
     DECAYS: tl.constexpr,
     GATES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKENS_OF_GATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lanes = tl.arange(0, KEYS)
-    inside = lanes < KEY_DIM
-    x = tl.load(qkv_ptr + token * qkv_stride + head * KEY_DIM + lanes, mask=inside, other=0.0).to(tl.float32)
-    x = x / tl.sqrt(tl.sum(x * x, axis=0) + 1e-6)
-    if head < KEY_HEADS:
-        x = x * scale
-    tl.store(qk_ptr + (token * 2 * KEY_HEADS + head) * KEY_DIM + lanes, x, mask=inside)
-    if head == 0:
-        places = tl.arange(0, DECAYS)
-        known = places < HEADS * DECAY_DIM
-        value = tl.load(decay_ptr + token * decay_stride + places, mask=known, other=0.0).to(tl.float32)
-        value += tl.load(bias_ptr + places, mask=known, other=0.0)
-        a = tl.load(a_ptr + places // DECAY_DIM, mask=known, other=0.0)
-        logs = FLOOR / (1.0 + tl.exp(a * value)) if FLOOR < 0.0 else a * _softplus(value)
-        tl.store(decays_ptr + token * HEADS * DECAY_DIM + places, tl.exp(logs), mask=known)
-        gates = tl.arange(0, GATES)
-        known = gates < HEADS
-        value = tl.load(strength_ptr + token * strength_stride + gates, mask=known, other=0.0).to(tl.float32)
-        tl.store(strengths_ptr + token * HEADS + gates, 1.0 / (1.0 + tl.exp(-value)), mask=known)
+    first, head = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1)
+    if head < 2 * KEY_HEADS:
+        tokens = first + tl.arange(0, TOKENS)[:, None]
+        lanes = tl.arange(0, KEYS)[None, :]
+        inside = (lanes < KEY_DIM) & (tokens < count)
+        x = tl.load(qkv_ptr + tokens * qkv_stride + head * KEY_DIM + lanes, mask=inside, other=0.0).to(tl.float32)
+        x = x / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) + 1e-6)
+        if head < KEY_HEADS:
+            x = x * scale
+        tl.store(qk_ptr + (tokens * 2 * KEY_HEADS + head) * KEY_DIM + lanes, x, mask=inside)
+    else:
+        places = tl.arange(0, DECAYS)[None, :]
+        gates = tl.arange(0, GATES)[None, :]
+        bias = tl.load(bias_ptr + places, mask=places < HEADS * DECAY_DIM, other=0.0)
+        a = tl.load(a_ptr + places // DECAY_DIM, mask=places < HEADS * DECAY_DIM, other=0.0)
+        for part in range(TOKENS // TOKENS_OF_GATES):
+            tokens = first + part * TOKENS_OF_GATES + tl.arange(0, TOKENS_OF_GATES)[:, None]
+            known = (places < HEADS * DECAY_DIM) & (tokens < count)
+            value = tl.load(decay_ptr + tokens * decay_stride + places, mask=known, other=0.0).to(tl.float32) + bias
+            logs = FLOOR / (1.0 + tl.exp(a * value)) if FLOOR < 0.0 else a * _softplus(value)
+            tl.store(decays_ptr + tokens * HEADS * DECAY_DIM + places, tl.exp(logs), mask=known)
+            known = (gates < HEADS) & (tokens < count)
+            value = tl.load(strength_ptr + tokens * strength_stride + gates, mask=known, other=0.0).to(tl.float32)
+            tl.store(strengths_ptr + tokens * HEADS + gates, 1.0 / (1.0 + tl.exp(-value)), mask=known)
 
 
 @triton.jit
@@ -272,6 +280,7 @@ def _keep_inputs_kernel(
     ROLLBACK: tl.constexpr,
     DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
@@ -282,8 +291,13 @@ def _keep_inputs_kernel(
     RING: tl.constexpr = OF_KEYS + OF_VALUES + OF_DECAYS + HEADS
     if end > begin:
         first = context - (end - begin)
-        for entry in range(first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1):
-            block = tl.load(tables_ptr + row * table_stride + entry).to(tl.int64)
+        entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
+        while entry < entries:
+            # Few blocks of a long prompt keep a state: the next of them is looked for among many at once.
+            ahead = entry + tl.arange(0, SCAN)
+            found = tl.load(tables_ptr + row * table_stride + ahead, mask=ahead < entries, other=0)
+            entry = tl.min(tl.where(found > 0, ahead, entry + SCAN), axis=0)
+            block = tl.sum(tl.where(ahead == entry, found, 0), axis=0).to(tl.int64)
             if block > 0:
                 until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
                 base = tl.maximum(first, until - ROLLBACK)
@@ -307,6 +321,7 @@ def _keep_inputs_kernel(
                     else:
                         kept = tl.where(mask, 1.0, kept)
                     tl.store(state + 1 + MATRIX + (at % ROLLBACK) * RING + places, kept, mask=places < RING)
+                entry += 1
 
 
 class Inputs(NamedTuple):
@@ -327,7 +342,8 @@ def delta_inputs(
     qk = torch.empty(count, 2 * keys, shape.key_dim, dtype=torch.float32, device=qkv.device)
     decays = torch.empty(count, heads, shape.decay_dim, dtype=torch.float32, device=qkv.device)
     strengths = torch.empty(count, heads, dtype=torch.float32, device=qkv.device)
-    _delta_inputs_kernel[(count, 2 * keys)](
+    decay_lanes = triton.next_power_of_2(heads * shape.decay_dim)
+    _delta_inputs_kernel[(triton.cdiv(count, _TOKENS), 2 * keys + 1)](
         qkv,
         decay,
         strength,
@@ -336,6 +352,7 @@ def delta_inputs(
         qk,
         decays,
         strengths,
+        count,
         qkv.stride(0),
         decay.stride(0),
         strength.stride(0),
@@ -346,9 +363,10 @@ def delta_inputs(
         KEY_DIM=shape.key_dim,
         DECAY_DIM=shape.decay_dim,
         KEYS=triton.next_power_of_2(shape.key_dim),
-        DECAYS=triton.next_power_of_2(heads * shape.decay_dim),
+        DECAYS=decay_lanes,
         GATES=triton.next_power_of_2(heads),
-        num_warps=1 if heads * shape.decay_dim <= 256 else 4,
+        TOKENS=_TOKENS,
+        TOKENS_OF_GATES=max(1, min(_TOKENS, 4096 // decay_lanes)),
         **launch_options(),
     )
     return Inputs(qk[:, :keys], qk[:, keys:], qkv[:, 2 * keys * shape.key_dim :], decays, strengths, None)
@@ -535,5 +553,6 @@ def keep_inputs(inputs: Inputs, cache: Tensor, places: Any, shape: Any) -> None:
         ROLLBACK=shape.rollback,
         DELTA=inputs.strengths is not None,
         BLOCK=block,
+        SCAN=128,
         **launch_options(),
     )
