@@ -52,6 +52,10 @@ BACKENDS = [
 ]
 
 
+def device_of(backend: AttentionBackend) -> torch.device:
+    return torch.device("cpu") if isinstance(backend, NativeAttention) else DEVICE
+
+
 def heads(spec: AttentionSpec, key_factor: float = 1.0, value_factor: float = 1.0) -> list[Tensor]:
     """Queries, keys and values of each row as heads [n, all heads, dim], keys and values multiplied."""
     generator = torch.Generator().manual_seed(0)
@@ -66,26 +70,27 @@ def attend(
     backend: AttentionBackend, spec: AttentionSpec, tokens: list[Tensor], dtype: torch.dtype = FP8
 ) -> list[Tensor]:
     """What each row's tokens get, under STEPS."""
-    spec = replace(spec, sinks=None if spec.sinks is None else spec.sinks.to(DEVICE))
+    device = device_of(backend)
+    spec = replace(spec, sinks=None if spec.sinks is None else spec.sinks.to(device))
     blocks = [-(-n // BLOCK) for n in LENGTHS]
     order = 1 + torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(1))
     tables = torch.zeros(len(LENGTHS), max(blocks) + 1, dtype=torch.int32)
     for row, part in enumerate(order.split(blocks)):
         tables[row, : len(part)] = part.int()
     shape = backend.cache_shape(1 + sum(blocks), BLOCK, spec.num_kv_heads, spec.head_dim, dtype)
-    cache, done = torch.zeros(shape, dtype=dtype, device=DEVICE), [0] * len(LENGTHS)
+    cache, done = torch.zeros(shape, dtype=dtype, device=device), [0] * len(LENGTHS)
     found: list[list[Tensor]] = [[] for _ in LENGTHS]
     for rows, contexts in STEPS:
         places = [torch.arange(done[row], context) for row, context in zip(rows, contexts, strict=True)]
         slots = [tables[r, at // BLOCK].long() * BLOCK + at % BLOCK for r, at in zip(rows, places, strict=True)]
         counts = [len(at) for at in places]
-        batch = make_batch(counts, contexts, tables[rows].to(DEVICE), torch.cat(slots).to(DEVICE), BLOCK)
+        batch = make_batch(counts, contexts, tables[rows].to(device), torch.cat(slots).to(device), BLOCK)
         singles = set(counts) == {1}
         metadata = (
             backend.prepare(batch, backend.decode_kind(None, 2), ()) if singles else backend.prepare_eager(batch)
         )
         at_step = LayerCache(spec, cache, metadata)
-        qkv = torch.cat([tokens[r][at].flatten(1) for r, at in zip(rows, places, strict=True)]).to(DEVICE)
+        qkv = torch.cat([tokens[r][at].flatten(1) for r, at in zip(rows, places, strict=True)]).to(device)
         out = backend.attend(at_step, backend.write(at_step, qkv, None, None))
         for row, context, part in zip(rows, contexts, out.split(counts), strict=True):
             found[row].append(part.cpu())
@@ -149,14 +154,15 @@ def test_native_kernels_keep_what_torch_keeps() -> None:
 @pytest.mark.parametrize("make", BACKENDS)
 def test_what_is_not_a_number_is_seen_and_healed(make: Callable[[], AttentionBackend]) -> None:
     backend, tokens = make(), heads(SPEC)
+    device = device_of(backend)
     if isinstance(backend, TorchAttention | NativeAttention) or NATIVE:  # Triton's interpreter makes numbers of it
         tokens[0][25, SPEC.num_heads] = torch.nan
         broken, clean = attend(backend, SPEC, tokens), attend(backend, SPEC, heads(SPEC))
         assert broken[0][25:].isnan().any(1).all()
         assert torch.equal(broken[0][:25], clean[0][:25])
         assert torch.equal(broken[1], clean[1])
-    cache = torch.zeros(backend.cache_shape(3, BLOCK, 1, 16, FP8), device=DEVICE).to(FP8)
-    cache.view(torch.uint8)[:] = torch.arange(cache.numel(), device=DEVICE).view(cache.shape) % 256
+    cache = torch.zeros(backend.cache_shape(3, BLOCK, 1, 16, FP8), device=device).to(FP8)
+    cache.view(torch.uint8)[:] = torch.arange(cache.numel(), device=device).view(cache.shape) % 256
     before = cache.float()
-    backend.heal(cache, torch.arange(3, device=DEVICE))
+    backend.heal(cache, torch.arange(3, device=device))
     assert torch.equal(cache.float(), before.nan_to_num(0.0))
