@@ -2,11 +2,12 @@
 
     python benchmarks/speculation.py [--model llama-8b] [--parts rows eagle3 grammars] [--batches 1 16 64]
                                      [--drafts 4] [--context 1024] [--tokens 257] [--deterministic]
-                                     [--device cuda] [--out FILE]
+                                     [--device cuda] [--profile] [--out FILE]
 
 rows: every request may say one token only, so that what holds is known whatever the rounding: the drafter guesses
 that token, or another. Rows without drafts ask for the same, so both do the same work for a token.
 eagle3: what an EAGLE-3 head of the model's shape with a draft vocabulary of 32,000 adds to a step that verifies.
+With --profile also where the time of both goes: the host's parts, kernels, and what the device waits for.
 grammars: what 64 rows under a JSON schema add to a step that verifies drafts of 64 free rows.
 """
 
@@ -24,10 +25,12 @@ from typing import Any
 
 from gpu import SHAPES, Bench
 from report import environment
+from step_profile import show_steps
 from structured import SCHEMA, made_up
 
 from quire.config.groups import SpeculativeConfig
 from quire.engine.client import InProcClient
+from quire.platform.transfer import Download
 from quire.runner.proposers.base import NoProposer
 from quire.runner.proposers.heads import HeadProposer
 from quire.runner.runner import Runner
@@ -131,8 +134,25 @@ def write_head(model: str, draft_vocab: int) -> Path:
     return folder
 
 
+def profile_steps(bench: Bench, name: str, prompts: list[list[int]], num_steps: int) -> None:
+    """Print where the time of steps goes that give one token a row."""
+    assert isinstance(bench.client, InProcClient)
+    core, runner = bench.client._core, runner_of(bench)
+    parts = {
+        "core.step, of which": (core, "step"),
+        "  scheduler.schedule": (core.scheduler, "schedule"),
+        "  executor.execute, of which": (core.executor, "execute"),
+        "    proposer.begin": (runner.proposer, "begin"),
+        "  runner.finish, of which": (runner, "finish"),
+        "    proposer.propose": (runner.proposer, "propose"),
+        "  scheduler.update": (core.scheduler, "update"),
+        "waiting for copies from the device": (Download, "get"),
+    }
+    show_steps(name, lambda: bench.run(prompts, [num_steps] * len(prompts)), num_steps, parts)
+
+
 def measure_head(
-    bench: Bench, batches: list[int], count: int, context: int, num_tokens: int
+    bench: Bench, batches: list[int], count: int, context: int, num_tokens: int, *, profile: bool = False
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a token, no draft being right: of plain steps, of verifying drafts, of drafting them too."""
     assert isinstance(bench.client, InProcClient)
@@ -152,6 +172,8 @@ def measure_head(
             runner.proposer = proposer
             draft(bench, drafting)
             times[name] = 1e3 * batch / decode_rate(bench, prompts, num_tokens)
+            if profile and "verifying" in name:
+                profile_steps(bench, f"batch {batch}, {name.removesuffix(', ms')}", prompts, num_tokens)
         times["drafting, ms"] = times["drafting and verifying, ms"] - times["verifying, ms"]
         times["drafting, of a target step"] = times["drafting, ms"] / times["target step, ms"]
         stats = bench.client._core.scheduler.stats()
@@ -216,6 +238,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     settings: dict[str, Any] = {"device": given.device, "deterministic": given.deterministic}
@@ -234,7 +257,7 @@ def main() -> None:
         head = write_head(given.model, min(DRAFT_VOCAB, SHAPES[given.model]["vocab_size"]))
         speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": given.drafts}
         bench = Bench(given.model, **settings, speculative_config=speculative)
-        results["eagle3"] = measure_head(bench, *sizes)
+        results["eagle3"] = measure_head(bench, *sizes, profile=given.profile)
         bench.client.shutdown()
     if given.out is not None:
         report = {"environment": environment("torch", "triton"), "results": results}

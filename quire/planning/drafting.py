@@ -32,7 +32,7 @@ from quire.runner.forward import StepProgram
 from quire.runner.prompt_logprobs import LogitsHead, PromptLogprobs
 from quire.runner.proposers.base import NoProposer
 from quire.runner.proposers.draft_model import DraftModel
-from quire.runner.proposers.heads import HeadProposer
+from quire.runner.proposers.heads import HeadProgram, HeadProposer
 from quire.runner.proposers.medusa import MedusaProposer
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
@@ -216,7 +216,8 @@ def make_proposer(
         size = num_rows, model.num_hidden_read * sizes.hidden_size
         inputs = received = StageInputs(inputs, platform.zeros(size, own.dtype))
     place = (program.tables, program.backend, program.sampler, program.max_model_len, inputs)
-    mine, head = StepProgram(model, rows, *place, dtype=own.dtype), LogitsHead(model, ladder)
+    mine = (HeadProgram if own.receives else StepProgram)(model, rows, *place, dtype=own.dtype)
+    head = LogitsHead(model, ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, platform.narrow_above))
     runner = Runner(

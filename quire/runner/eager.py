@@ -46,6 +46,7 @@ class Eager:
         program, plan, tokens, shape = self._program, step.plan, step.tokens, step.shape
         above = self._padding.narrow_above
         narrow = above is not None and shape.num_tokens > above and not shape.every_token
+        knows = narrow and not shape.places_drafts  # how many tokens come before each sample
         size = padded(shape.num_tokens, self._padding.tokens)
         lengths = HostLengths(plan.num_tokens, tokens.contexts)
         work = program.backend.divide(lengths)
@@ -66,7 +67,7 @@ class Eager:
             narrow=narrow,
             adapted=shape.adapted,
             lengths=lengths,
-            sample_lengths=HostLengths([1] * num_samples, wanted.samples.lengths) if narrow else None,
+            sample_lengths=HostLengths([1] * num_samples, wanted.samples.lengths) if knows else None,
             max_context=max(tokens.contexts),
         )
         step.prompt_logprobs = self._prompt_logprobs.compute(plan, tokens.starts, hidden)

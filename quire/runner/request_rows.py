@@ -26,8 +26,8 @@ class RequestRows:
     def __init__(self, max_rows: int, max_model_len: int, device: torch.device) -> None:
         self.scratch_row = max_rows
         count = max_rows + 1
-        self.token_ids = torch.empty(count, max_model_len + SPARE_TOKENS, dtype=torch.int32, device=device)
-        self.token_ids[self.scratch_row, 0] = 0
+        # Always tokens of the vocabulary, also behind the known ones, which a head may read.
+        self.token_ids = torch.zeros(count, max_model_len + SPARE_TOKENS, dtype=torch.int32, device=device)
         # One tensor, as START_ROWS fills it: known tokens, prompt tokens, computed tokens, seeds.
         self.numbers = torch.zeros(4, count, dtype=torch.int64, device=device)
         self.num_tokens, self.num_prompt_tokens, self.num_computed, self.seeds = self.numbers.unbind(0)

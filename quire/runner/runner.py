@@ -36,6 +36,7 @@ class RunningStep:
         if self._runner.stage.samples:
             self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
             self._way.sample(self._step)
+            self._runner.proposer.begin(self._step.plan, self._step.every_hidden)
 
     def result(self) -> StepResult:
         """Wait for the step; tell which of its rows broke, and make their blocks fit for others."""
@@ -111,6 +112,7 @@ class Runner:
         self.stage.send(step)
         if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots and self.stage.samples:
             way.sample(step)
+            self.proposer.begin(plan, step.every_hidden)
         running = RunningStep(self, step, way)
         if self.proposer.follows:
             self._newest = running

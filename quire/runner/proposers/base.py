@@ -37,6 +37,10 @@ class NoProposer:
         """A plan is about to be applied: rows that it frees, and their blocks, are still as they were."""
         return None
 
+    def begin(self, plan: StepPlan, hidden: Tensor | None) -> None:
+        """A step is in the device's queue up to its sampling: put what needs no result behind it. Does not wait."""
+        return None
+
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         """Tokens that may follow in the rows of plan.num_proposals, by index, once a step's result is known.
 
@@ -66,36 +70,39 @@ def num_valid(plan: StepPlan, result: StepResult, index: int) -> int:
     return plan.num_tokens[index] - (1 + len(drafts) - len(tokens) if drafts and tokens else 0)
 
 
-def go_on(
-    runner: Runner, steps: Sequence[tuple[list[int], RunningStep]], asked: dict[int, int]
-) -> dict[int, list[int]]:
-    """Tokens that a drafter proposes for rows, as many as are `asked`; of rows that break none. Waits for them.
+class Drafting:
+    """Tokens that a drafter samples for rows, as many as are `asked`: all its steps are in the device's queue."""
 
-    `steps`, each of some rows, have sampled the first token of each; the last has done so in the order of `asked`, if
-    the drafter reads its own hidden states.
-    """
-    parts: list[tuple[list[int], Arriving]] = []
-    drafting, hidden, done = list(asked), steps[-1][1].hidden, 1
-    while more := [row for row in drafting if asked[row] > done]:
-        if hidden is not None and more != drafting:
-            hidden = hidden[upload([drafting.index(row) for row in more], hidden.device, torch.int64)]
-        count = min(asked[row] for row in more) - done
-        sampled, hidden = runner.go_on(more, hidden, count)
-        parts.append((more, sampled))
-        drafting, done = more, done + count
-    found: dict[int, list[int]] = {row: [] for row in asked}
-    broken: set[int] = set()
-    for rows, step in steps:
-        given = step.result()
-        broken.update(rows[index] for index in given.errors)
-        for row, tokens in zip(rows, given.token_ids, strict=True):
-            if row in asked:
-                found[row] += tokens
-    for more, sampled in parts:
-        for row, tokens in zip(more, sampled.get().transpose(0, 1).tolist(), strict=False):
-            found[row] += [token for token, _ in tokens]
-            broken |= {row} if any(code for _, code in tokens) else set()
-    for row in broken:
-        found.pop(row, None)
-        runner.containment.heal(row, runner.rows.host_num_computed[row])
-    return found
+    def __init__(self, runner: Runner, steps: Sequence[tuple[list[int], RunningStep]], asked: dict[int, int]) -> None:
+        """`steps`, each of some rows, have sampled the first token of each; the last has done so in the order of
+        `asked`, if the drafter reads its own hidden states. Does not wait.
+        """
+        self._runner, self._steps, self._asked = runner, steps, asked
+        self._parts: list[tuple[list[int], Arriving]] = []
+        drafting, hidden, done = list(asked), steps[-1][1].hidden, 1
+        while more := [row for row in drafting if asked[row] > done]:
+            if hidden is not None and more != drafting:
+                hidden = hidden[upload([drafting.index(row) for row in more], hidden.device, torch.int64)]
+            count = min(asked[row] for row in more) - done
+            sampled, hidden = runner.go_on(more, hidden, count)
+            self._parts.append((more, sampled))
+            drafting, done = more, done + count
+
+    def get(self) -> dict[int, list[int]]:
+        """Wait for the tokens of each row; rows that break have none."""
+        runner, broken = self._runner, set[int]()
+        found: dict[int, list[int]] = {row: [] for row in self._asked}
+        for rows, step in self._steps:
+            given = step.result()
+            broken.update(rows[index] for index in given.errors)
+            for row, tokens in zip(rows, given.token_ids, strict=True):
+                if row in found:
+                    found[row] += tokens
+        for more, sampled in self._parts:
+            for row, tokens in zip(more, sampled.get().transpose(0, 1).tolist(), strict=False):
+                found[row] += [token for token, _ in tokens]
+                broken |= {row} if any(code for _, code in tokens) else set()
+        for row in broken:
+            found.pop(row, None)
+            runner.containment.heal(row, runner.rows.host_num_computed[row])
+        return found

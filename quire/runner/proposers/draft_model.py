@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.runner.proposers.base import NoProposer, copy_rows, go_on
+from quire.runner.proposers.base import Drafting, NoProposer, copy_rows
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.types.step import RowStart, StepPlan, StepResult
@@ -26,9 +26,8 @@ class DraftModel(NoProposer):
         self._target, self._runner, self._rows = target, runner, runner.rows
         self._max_tokens, self._asynchronous = max_tokens, asynchronous
         self._block_size = runner.tables.block_size
-        self._proposed: dict[
-            int, list[int]
-        ] = {}  # row -> tokens behind its known ones, of which all but one are kept
+        # By row, tokens behind its known ones, of which all but one are kept.
+        self._proposed: dict[int, list[int]] = {}
 
     def start(self, start: RowStart) -> None:
         self._proposed.pop(start.row, None)
@@ -59,7 +58,7 @@ class DraftModel(NoProposer):
         copy_rows(rows, self._target, list(wanted))
         steps = [self._run(part) for part in _parts(wanted, self._max_tokens)]
         asked = {row: number for row, number in plan.num_proposals.items() if row in wanted}
-        found = go_on(self._runner, steps, asked)
+        found = Drafting(self._runner, steps, asked).get()
         for row, number in asked.items():
             rows.host_num_tokens[row] -= number
             self._proposed[row] = found.get(row, [])

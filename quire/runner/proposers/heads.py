@@ -5,6 +5,9 @@ that pair i stands where token i of the target does, in blocks and in rotations.
 once the target's hidden states are there. Where a prefix hit ends, the last pair before it was made with the token
 that another request went on with: that changes what is proposed, and no token.
 
+A step that is asked to propose is followed on the device, before the host knows which drafts hold: the head computes
+the pairs of all of them and samples at each row's last known pair.
+
 A step that is not asked to propose leaves its hidden states in `kept`, and the head computes their pairs later, many
 at once: before it proposes again, before their blocks become another request's, and when there is no more room.
 """
@@ -12,6 +15,7 @@ at once: before it proposes again, before their blocks become another request's,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -19,7 +23,9 @@ from torch import Tensor
 
 from quire.models.drafters.base import DraftHead
 from quire.platform.transfer import upload
-from quire.runner.proposers.base import NoProposer, copy_rows, go_on, num_valid
+from quire.runner.forward import StepProgram
+from quire.runner.inputs import InputLists
+from quire.runner.proposers.base import Drafting, NoProposer, copy_rows, num_valid
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.stages import StageInputs
@@ -27,6 +33,17 @@ from quire.types.ledger import EngineSizes
 from quire.types.step import StepPlan, StepResult
 
 _KEPT = 16  # tokens of a row
+
+
+class HeadProgram(StepProgram):
+    """Steps of a head over rows some of whose last pairs are of drafts that do not hold, as only the device knows."""
+
+    def place_drafts(self, lists: InputLists[Tensor]) -> None:
+        """Sample at the last known pairs of rows."""
+        known = self.rows.num_tokens[lists.sample_rows]
+        past = torch.where(known > 0, lists.sample_contexts - known, 0)  # a row without known pairs is padding
+        lists.sample_tokens.sub_(past)
+        lists.sample_contexts.sub_(past)
 
 
 class HeadProposer(NoProposer):
@@ -52,6 +69,7 @@ class HeadProposer(NoProposer):
         self._kept = inputs.buffer[-_KEPT * target.scratch_row :]
         self._most_kept = min(max_tokens, max(runner.step_sizes, default=max_tokens))  # of all rows: one step
         self._pending: dict[int, int] = {}  # row -> its last computed tokens whose hidden states are kept
+        self._begun: tuple[StepPlan, Drafting] | None = None
 
     @staticmethod
     def num_kept(sizes: EngineSizes) -> int:
@@ -70,8 +88,21 @@ class HeadProposer(NoProposer):
             self._pending.pop(row, None)
 
     @torch.inference_mode()
+    def begin(self, plan: StepPlan, hidden: Tensor | None) -> None:
+        if plan.num_proposals:
+            ends = zip(plan.num_tokens, accumulate(plan.num_tokens), strict=True)
+            fresh = dict(zip(plan.rows, (range(end - count, end) for count, end in ends), strict=True))
+            self._begun = plan, self._draft(fresh, hidden, plan.num_proposals)
+
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         assert hidden is not None
+        if self._begun is not None and self._begun[0] is plan:
+            found = self._begun[1].get()
+            # If something is not finite: steps are padded with what lies in the buffer.
+            if result.errors or len(found) < len(plan.num_proposals):
+                self._inputs.buffer.zero_()
+            return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
         fresh: dict[int, range] = {}  # row -> its tokens in `hidden`
         first = 0
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
@@ -80,15 +111,15 @@ class HeadProposer(NoProposer):
             else:
                 fresh[row] = range(first, first + num_valid(plan, result, index))
             first += count
-        if not fresh or (not plan.num_proposals and self._keep(fresh, hidden)):
-            return {}
+        if fresh and not self._keep(fresh, hidden):
+            self._draft(fresh, hidden, {}).get()
+        return {}
+
+    def _draft(self, fresh: dict[int, range], hidden: Tensor | None, asked: dict[int, int]) -> Drafting:
         if self._pending and sum(map(len, fresh.values())) + sum(self._pending.values()) > self._max_tokens:
             self._compute({}, None, {}, later=fresh)
-        asked = {row: plan.num_proposals[row] for row in fresh if row in plan.num_proposals}
-        found = go_on(self._runner, [self._compute(fresh, hidden, asked)], asked)
-        if len(found) < len(asked):  # something is not finite: steps are padded with what lies in the buffer
-            self._inputs.buffer.zero_()
-        return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
+        asked = {row: asked[row] for row in fresh if row in asked}
+        return Drafting(self._runner, [self._compute(fresh, hidden, asked)], asked)
 
     def _keep(self, fresh: dict[int, range], hidden: Tensor) -> bool:
         """Keep hidden states for later; False if there is no room."""
@@ -122,6 +153,7 @@ class HeadProposer(NoProposer):
             kept_to += range(place, place + pending.get(row, 0))
             fresh_to += range(place + pending.get(row, 0), place + count)
             place += count
+        mine.unsettled = dict.fromkeys(asked, 1)
         copy_rows(mine, self._target, rows, skipped=1)
         buffer = self._inputs.buffer
         if kept_to:
