@@ -3,7 +3,7 @@
     python benchmarks/cpu_attempts.py COMMIT [COMMIT ...] [--rounds 3] [--threads 2] [--only decode batch] [--fresh]
 
 Makes a worktree per commit in a temporary folder, compiles its kernels, loads each commit in a process of its own and
-measures them by turns, with the cores' float32 products in every turn. Prints a table of best and median, and writes
+measures them by turns, with the cores' float32 matmuls in every turn. Prints a table of best and median, and writes
 results/cpu/attempts/COMMIT.json, to which a later run adds its rounds unless it is told to begin afresh.
 """
 
@@ -36,7 +36,7 @@ ROWS = {
     "ttft": "first of 128, ms",
     "prefill": "1,024 tokens, tok/s",
     "batch": "32 at once, tok/s",
-    "gemm_best": "float32 product, GFLOP/s",
+    "gemm_best": "float32 matmul, GFLOP/s",
     "gemm_sustained": "the same over 100 ms",
 }
 # Compiles what the first use would, if the commit has kernels; fails if another copy of Quire would be measured.
@@ -118,7 +118,7 @@ def measure(attempts: list[Attempt], probes: list[Probe], rows: list[str], round
 
 
 def measure_turn(attempt: Attempt, probe: Probe, rows: list[str], gemm: GemmPeak, prompts: Prompts) -> None:
-    """Add one value of each row to the attempt's, and what the cores' products reached just before."""
+    """Add one value of each row to the attempt's, and what the cores' matmuls reached just before."""
     runs = engine_rows(prompts)
     gemm.measure()
     attempt.values["gemm_best"].append(gemm.best[-1])

@@ -1,4 +1,4 @@
-"""The CPU kernels between the products, at the default model's shapes; beside those of another build of the library.
+"""The CPU kernels between the matmuls, at the default model's shapes; beside those of another build of the library.
 
 Run: python benchmarks/cpu_kernels.py [--before LIBRARY.so] [--threads 2] [--seconds 0.3] [--only TEXT]
          [--output RESULT.json]

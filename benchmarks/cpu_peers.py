@@ -155,7 +155,7 @@ def measure_http(engines: list[str], folder: Path, repeats: int) -> dict[str, di
 
 
 def other_limits(threads: int, repeats: int = 30) -> dict[str, float]:
-    """What the machine can do besides products: reading memory, and importing torch."""
+    """What the machine can do besides matmuls: reading memory, and importing torch."""
     torch.set_num_threads(threads)
     memory = torch.ones(1 << 28)
     read = min(seconds(memory.sum) for _ in range(repeats))

@@ -40,9 +40,9 @@ def times(factor: float, *peers: str, lower: bool = False) -> Callable[[Values, 
 
 def prompt_flop(tokens: int) -> float:
     """What the first token after a prompt needs: of the last layer only keys and values, but for the last token."""
-    products = tokens * (LAYERS - 1) * LAYER_WEIGHTS + (tokens - 1) * KV_WEIGHTS + LAYER_WEIGHTS + HEAD_WEIGHTS
+    matmuls = tokens * (LAYERS - 1) * LAYER_WEIGHTS + (tokens - 1) * KV_WEIGHTS + LAYER_WEIGHTS + HEAD_WEIGHTS
     pairs = (LAYERS - 1) * tokens * (tokens + 1) / 2 + tokens  # of a query and a key
-    return 2 * products + 4 * ATTENTION_WIDTH * pairs
+    return 2 * matmuls + 4 * ATTENTION_WIDTH * pairs
 
 
 def token_flop(context: int) -> float:

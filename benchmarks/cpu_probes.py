@@ -119,13 +119,13 @@ def best(row: str, values: Sequence[float]) -> float:
 
 
 class GemmPeak:
-    """The cores' float32 products, by torch's library; asked between the engines, to see the same minutes."""
+    """The cores' float32 matmuls, by torch's library; asked between the engines, to see the same minutes."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._squares = [torch.randn(size, size) for size in GEMM_SIZES]
-        self.best: list[float] = []  # GFLOP/s of the fastest single product, a value per time that it was asked
-        self.sustained: list[float] = []  # of all products within SUSTAINED_S, at the size at which that is most
+        self.best: list[float] = []  # GFLOP/s of the fastest single matmul, a value per time that it was asked
+        self.sustained: list[float] = []  # of all matmuls within SUSTAINED_S, at the size at which that is most
 
     def measure(self) -> None:
         torch.set_num_threads(self._threads)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.bench.tables import Grid
-from quire.kernels.cpu.grouped import GroupedProduct
+from quire.kernels.cpu.grouped import GroupedMatmul
 from quire.kernels.cpu.matrix import PackedMatrix
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
@@ -48,7 +48,7 @@ def _on_cpu(options: MoeOptions, platform: Platform) -> dict[str, Any]:
     for storage in ("float32", "int8", "int4"):
         for activations in ("float32",) if storage == "float32" else ("float32", "int16", "int8"):
             gate_up, down = (
-                GroupedProduct(
+                GroupedMatmul(
                     [
                         [PackedMatrix.from_float(torch.randn(shape, generator=generator), storage)]
                         for _ in range(options.experts)

@@ -94,7 +94,7 @@ class ModelConfig:
     )
     activations: Activations = setting(
         "auto",
-        "What activations are rounded to for products with quantized weights on a CPU. int16 has a scale for each 32"
+        "What activations are rounded to for matmuls with quantized weights on a CPU. int16 has a scale for each 32"
         " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
         " int8, off by 1 / 254, is faster still where many tokens are computed at once; the LM head and"
         " o_proj keep int16."

@@ -26,7 +26,7 @@ class Target:
     dtype: torch.dtype = torch.float32
     quantization: str = "auto"  # a name in quire/layers/quant/registry.py, or "auto"
     deterministic: bool = False  # whether a row's result may never depend on the other rows
-    activations: str = "auto"  # what rows are rounded to before products with quantized weights on a CPU
+    activations: str = "auto"  # what rows are rounded to before matmuls with quantized weights on a CPU
     moe_backend: str = "auto"  # whose kernels experts take: native, triton or torch
 
 

@@ -1,4 +1,4 @@
-"""Products with a weight kept in eight-bit floats: each row of both sides has a scale of its own."""
+"""Matmuls with a weight kept in eight-bit floats: each row of both sides has a scale of its own."""
 
 from __future__ import annotations
 

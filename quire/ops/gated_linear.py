@@ -1,4 +1,4 @@
-"""A product with a weight whose halves are gates and what they gate, and the activation after it."""
+"""A matmul with a weight whose halves are gates and what they gate, and the activation after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Self-checks that find how matrix products must be called so that a row's bits never depend on its batch.
+"""Self-checks that find how matmuls must be called so that a row's bits never depend on its batch.
 
 BLAS libraries choose their inner loops by the number of rows, and the choice can change the order of a sum.
 Measured on AVX2 and AVX-512 machines, the differences sit at few rows (vector instead of matrix code) and at
@@ -21,7 +21,7 @@ MIN_CHUNK = 64
 
 @dataclass(frozen=True)
 class MatmulRecipe:
-    """How to call a product: at least `min_rows` rows, the inner dimension in chunks of `k_chunk`.
+    """How to call a matmul: at least `min_rows` rows, the inner dimension in chunks of `k_chunk`.
 
     Where no such pair is invariant, `row_tile` cuts the rows into tiles of exactly that many.
     """
@@ -57,8 +57,8 @@ def all_rows_equal(run: Callable[[Tensor], Tensor], row: Tensor, sizes: Sequence
     return all(agrees(size) for size in (sizes[0], *reversed(sizes[1:])))
 
 
-def find_recipe(product: Callable[[Tensor, int | None], Tensor], row: Tensor, max_rows: int) -> MatmulRecipe:
-    """The cheapest recipe under which `product(rows, k_chunk)` is invariant up to `max_rows` rows."""
+def find_recipe(matmul: Callable[[Tensor, int | None], Tensor], row: Tensor, max_rows: int) -> MatmulRecipe:
+    """The cheapest recipe under which `matmul(rows, k_chunk)` is invariant up to `max_rows` rows."""
     inner = row.shape[-1]
     chunks: list[int | None] = [None]
     chunk = inner // 2
@@ -68,7 +68,7 @@ def find_recipe(product: Callable[[Tensor, int | None], Tensor], row: Tensor, ma
     for k_chunk in chunks:
 
         def chunked(rows: Tensor, k_chunk: int | None = k_chunk) -> Tensor:
-            return product(rows, k_chunk)
+            return matmul(rows, k_chunk)
 
         for min_rows in MIN_ROWS:
             if all_rows_equal(chunked, row, row_ladder(min_rows, max_rows)):

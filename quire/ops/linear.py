@@ -1,4 +1,4 @@
-"""Matrix products of activations with weights, called by a recipe that makes them batch-invariant."""
+"""Matmuls of activations with weights, called by a recipe that makes them batch-invariant."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     return result if bias is None else result.add_(bias)
 
 
-Product = Callable[[Tensor, Tensor, Tensor | None, MatmulRecipe], Tensor]
+Matmul = Callable[[Tensor, Tensor, Tensor | None, MatmulRecipe], Tensor]
 
 
-def choose_product(target: Target) -> tuple[Product, bool]:
+def choose_matmul(target: Target) -> tuple[Matmul, bool]:
     """How layers multiply on a platform, and whether they keep weights [out, in] (else [in, out])."""
     for implementation in LINEAR_TRANSPOSED.implementations:
         if implementation.refuses(target) is None:
@@ -58,6 +58,6 @@ def _in_row_tiles(x: Tensor, tile: int, run: Callable[[Tensor], Tensor]) -> Tens
     return torch.cat([run(padded[start : start + tile]) for start in range(0, rows, tile)])[:rows]
 
 
-LINEAR: Op[Product] = Op(linear, 1e-4)
+LINEAR: Op[Matmul] = Op(linear, 1e-4)
 _TRITON = triton("matmul", varies=True), triton("fixed_matmul", name="triton_fixed")
-LINEAR_TRANSPOSED: Op[Product] = Op(linear_transposed, 1e-4, *_TRITON, native())
+LINEAR_TRANSPOSED: Op[Matmul] = Op(linear_transposed, 1e-4, *_TRITON, native())

@@ -58,7 +58,7 @@ class Platform(ABC):
     deterministic_backend: str  # the one for --deterministic; "": all are
     uses_host_memory: bool  # whether the engine's memory is the machine's own, which other processes take from too
     asynchronous: bool  # whether work goes on after the call that started it
-    batch_invariant: bool  # whether a self-check makes products independent of the batch
+    batch_invariant: bool  # whether a self-check makes matmuls independent of the batch
     graph_sizes: tuple[int, ...]  # numbers of rows for which decode steps are captured; none: no CUDA graphs
     mixed_graph_sizes: tuple[int, ...]  # numbers of tokens for which other steps are
     narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from

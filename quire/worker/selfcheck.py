@@ -1,4 +1,4 @@
-"""At start: find the recipe of every matrix product, so that no result depends on the batch it ran in."""
+"""At start: find the recipe of every matmul, so that no result depends on the batch it ran in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.ops.invariance import MatmulRecipe, find_recipe, probe_row, row_ladde
 
 @torch.inference_mode()
 def make_invariant(model: Model, max_tokens: int, max_samples: int) -> tuple[list[int], list[int]]:
-    """Set the recipe of every product that needs one; returns the ladders of admitted tokens and of logits rows."""
+    """Set the recipe of every matmul that needs one; returns the ladders of admitted tokens and of logits rows."""
     lm_head = model.lm_head if isinstance(model, CausalLM) else None
     head = None if lm_head is None else lm_head.projection.method
     wanting = [m for m in model.modules() if isinstance(m, PlainLinear) and not m.is_invariant]

@@ -20,7 +20,7 @@ from tests.kernels.device import NATIVE
 
 needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU, and QUIRE_TEST_GPU=1")
 
-# Products and heads of sizes that kernels have fast paths for, and few enough blocks that requests are preempted.
+# Matmuls and heads of sizes that kernels have fast paths for, and few enough blocks that requests are preempted.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 384,

@@ -49,7 +49,7 @@ def test_logits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_model_wide_enough_for_tiles_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of such models have kernels of their own, and leave their parts to the norms after them."""
+    """Matmuls of such models have kernels of their own, and leave their parts to the norms after them."""
     from quire.kernels.triton import norm
 
     sizes = {"hidden_size": 1024, "intermediate_size": 1152, "num_hidden_layers": 2, "initializer_range": 0.04}
@@ -71,7 +71,7 @@ def test_a_model_wide_enough_for_tiles_and_parts(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])
 def test_fp8_stays_near(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Three bits of mantissa: a product is off by a few percent of its norm, and logits by some times as much."""
+    """Three bits of mantissa: a matmul is off by a few percent of its norm, and logits by some times as much."""
     tiny = next(tiny for tiny in ARCHITECTURES if tiny.name.startswith("llama"))
     tiny.make(tmp_path)
     plain = logits_on(tmp_path, tiny, "cuda", dtype="bfloat16")

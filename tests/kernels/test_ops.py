@@ -35,7 +35,7 @@ HALF_CASES = [
     for implementation in op.implementations
     for dtype in (torch.bfloat16, torch.float16)
     if dtype in implementation.dtypes
-    # The interpreter multiplies the bits of bfloat16 in a product of tiles instead of its values.
+    # The interpreter multiplies the bits of bfloat16 in a matmul of tiles instead of its values.
     and (NATIVE or dtype != torch.bfloat16 or not implementation.path.startswith(TILES))
 ]
 # Arguments that have a type of their own, whatever the activations are: weights in fp8, scales, weights of experts.

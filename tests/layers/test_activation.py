@@ -26,7 +26,7 @@ def test_an_unknown_activation_is_named_with_the_known_ones() -> None:
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
-def test_a_product_and_its_gates_at_once(name: str, rows: int) -> None:
+def test_a_matmul_and_its_gates_at_once(name: str, rows: int) -> None:
     target = Target("cuda")
     with torch.device(DEVICE):
         linear = MergedColumnParallelLinear(

@@ -48,9 +48,9 @@ def test_a_norm_adds_them_up(rows: int) -> None:
     norm.weight.data.copy_(numbers(5, WIDTH))
     whole = linear(x)
     linear.feed(norm.accepts)
-    product = linear(x)
-    assert isinstance(product, PartialSums) == (rows > 1)
-    for mine, theirs in zip(norm.merge(product, residual), norm.merge(whole, residual), strict=True):
+    matmul = linear(x)
+    assert isinstance(matmul, PartialSums) == (rows > 1)
+    for mine, theirs in zip(norm.merge(matmul, residual), norm.merge(whole, residual), strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
 
 
@@ -76,7 +76,7 @@ def test_who_reads_them_otherwise_gets_their_sum() -> None:
 
 
 @needs_triton
-def test_products_stay_whole_where_something_comes_between() -> None:
+def test_matmuls_stay_whole_where_something_comes_between() -> None:
     """Ranks have to be added up first; deterministic mode never splits."""
     x = numbers(3, 5, INNER)
     assert isinstance(layer()(x), Tensor)

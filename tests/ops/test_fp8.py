@@ -1,4 +1,4 @@
-"""Products in eight-bit floats: how far they are from exact ones, and lines that quantization must not break."""
+"""Matmuls in eight-bit floats: how far they are from exact ones, and lines that quantization must not break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-check finds the cheapest way of calling a product under which a row's bits never depend on its batch."""
+"""The self-check finds the cheapest way of calling a matmul under which a row's bits never depend on its batch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_the_ladder_reaches_from_the_fewest_rows_to_the_most(min_rows: int, max_
     assert all(high - low <= max(8, low // 2) for low, high in pairwise(ladder)), "little padding"
 
 
-Product = Callable[[Tensor, int | None], Tensor]
+Matmul = Callable[[Tensor, int | None], Tensor]
 
 
-def product_that(wrong: Callable[[int, int | None], bool]) -> Product:
+def matmul_that(wrong: Callable[[int, int | None], bool]) -> Matmul:
     """x -> its sum, off by one in the last row of calls for which wrong(num_rows, k_chunk)."""
 
-    def product(x: Tensor, k_chunk: int | None) -> Tensor:
+    def matmul(x: Tensor, k_chunk: int | None) -> Tensor:
         out = x.sum(-1, keepdim=True).expand(-1, 3).clone()
         if wrong(x.shape[0], k_chunk):
             out[-1, 1] += 1
         return out
 
-    return product
+    return matmul
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def product_that(wrong: Callable[[int, int | None], bool]) -> Product:
 def test_the_cheapest_recipe_that_is_invariant(
     wrong: Callable[[int, int | None], bool], recipe: MatmulRecipe
 ) -> None:
-    assert find_recipe(product_that(wrong), ROW, max_rows=100) == recipe
+    assert find_recipe(matmul_that(wrong), ROW, max_rows=100) == recipe
 
 
 def test_no_chunk_is_shorter_than_is_useful() -> None:
     tried: set[int | None] = set()
 
-    def product(x: Tensor, k_chunk: int | None) -> Tensor:
+    def matmul(x: Tensor, k_chunk: int | None) -> Tensor:
         tried.add(k_chunk)
         return torch.arange(x.shape[0])[:, None].float()
 
-    find_recipe(product, ROW, max_rows=8)
+    find_recipe(matmul, ROW, max_rows=8)
     assert min(chunk for chunk in tried if chunk is not None) == MIN_CHUNK
 
 

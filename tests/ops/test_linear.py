@@ -1,4 +1,4 @@
-"""Products by recipe: the same numbers as a plain product, whatever chunks and tiles the recipe asks for."""
+"""Matmuls by recipe: the same numbers as a plain matmul, whatever chunks and tiles the recipe asks for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(rows: int, inner: int = 130, outer: int = 37, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 24, 30])
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_same_as_a_plain_product(recipe: MatmulRecipe, rows: int) -> None:
+def test_same_as_a_plain_matmul(recipe: MatmulRecipe, rows: int) -> None:
     x, weight, bias = make(rows)
     expected = x.double() @ weight.double()
     torch.testing.assert_close(linear(x, weight, None, recipe), expected.float())
@@ -77,13 +77,13 @@ def test_a_found_recipe_keeps_its_promise_for_other_values(inner: int, outer: in
     x, weight, _ = make(128, inner, outer)
     table = weight.t().contiguous()
 
-    def product(rows: Tensor, recipe: MatmulRecipe) -> Tensor:
+    def matmul(rows: Tensor, recipe: MatmulRecipe) -> Tensor:
         return linear_transposed(rows, table, None, recipe) if transposed else linear(rows, weight, None, recipe)
 
     probe = probe_row(inner, torch.float32)
-    recipe = find_recipe(lambda rows, chunk: product(rows, MatmulRecipe(1, chunk)), probe, 128)
-    whole = product(x, recipe)
+    recipe = find_recipe(lambda rows, chunk: matmul(rows, MatmulRecipe(1, chunk)), probe, 128)
+    whole = matmul(x, recipe)
     for size in row_ladder(recipe.min_rows, 128):
         for start in (0, (128 - size) // 2, 128 - size):
-            part = product(x[start : start + size].contiguous(), recipe)[: 128 - start]
+            part = matmul(x[start : start + size].contiguous(), recipe)[: 128 - start]
             assert torch.equal(part, whole[start : start + size]), (recipe, size, start)

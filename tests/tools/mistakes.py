@@ -39,19 +39,19 @@ def short(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def calls(width: int) -> dict[str, Call]:
     """Calls of each kernel with one tensor that it reads, which the caller makes."""
     packed = {storage: matrix.PackedMatrix.from_float(whole(37, width), storage) for storage in matrix.STORAGES}
-    product = matrix.Product([*packed.values()], activations="float32")
-    integers = matrix.Product([packed["int8"], packed["int4"]], activations="int16")
-    bytes_ = matrix.Product([packed["int8"], packed["int4"]], activations="int8")
+    matmul = matrix.Matmul([*packed.values()], activations="float32")
+    integers = matrix.Matmul([packed["int8"], packed["int4"]], activations="int16")
+    bytes_ = matrix.Matmul([packed["int8"], packed["int4"]], activations="int8")
     weight, three = whole(width), torch.arange(3)
     return {
-        "product of a row": lambda make: product(make(1, width)),
-        "product of few rows": lambda make: product(make(5, width)),
-        "product of rows": lambda make: product(make(40, width)),
-        "product of a row of integers": lambda make: integers(make(1, width)),
-        "product of few rows of integers": lambda make: integers(make(5, width)),
-        "product of rows of integers": lambda make: integers(make(40, width)),
-        "product of a row of bytes": lambda make: bytes_(make(1, width)),
-        "product of rows of bytes": lambda make: bytes_(make(100, width)),
+        "matmul of a row": lambda make: matmul(make(1, width)),
+        "matmul of few rows": lambda make: matmul(make(5, width)),
+        "matmul of rows": lambda make: matmul(make(40, width)),
+        "matmul of a row of integers": lambda make: integers(make(1, width)),
+        "matmul of few rows of integers": lambda make: integers(make(5, width)),
+        "matmul of rows of integers": lambda make: integers(make(40, width)),
+        "matmul of a row of bytes": lambda make: bytes_(make(1, width)),
+        "matmul of rows of bytes": lambda make: bytes_(make(100, width)),
         "scale_rows": lambda make: ops.scale_rows(make(3, width), whole(3, 1), width // 2),
         "linear": lambda make: ops.linear_transposed(make(5, width), whole(37, width)),
         "linear's weight": lambda make: ops.linear_transposed(whole(5, width), make(37, width)),

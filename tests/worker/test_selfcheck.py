@@ -1,4 +1,4 @@
-"""After the self-check every product of a model gives a row the same bits at every admitted batch size."""
+"""After the self-check every matmul of a model gives a row the same bits at every admitted batch size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runner.engines import worker_of
 
 MAX_TOKENS, MAX_SAMPLES = 130, 20
 
-pytestmark = pytest.mark.usefixtures("torch_kernels")  # native products need no recipe
+pytestmark = pytest.mark.usefixtures("torch_kernels")  # native matmuls need no recipe
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def assert_rows_equal(layer: torch.nn.Module, inner: int, ladder: list[int], dty
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_product_is_invariant(tmp_path: Path, folder: Path, dtype: str, tied: bool) -> None:
+def test_every_matmul_is_invariant(tmp_path: Path, folder: Path, dtype: str, tied: bool) -> None:
     if tied:
         folder = make_model(tmp_path, "qwen2", hidden_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     model = load(folder, dtype=dtype)
@@ -72,7 +72,7 @@ def test_layers_of_one_shape_share_a_recipe(folder: Path, monkeypatch: pytest.Mo
     searched: list[int] = []
     from quire.worker import selfcheck
 
-    def find(product: Any, row: torch.Tensor, max_rows: int) -> MatmulRecipe:
+    def find(matmul: Any, row: torch.Tensor, max_rows: int) -> MatmulRecipe:
         searched.append(max_rows)
         return MatmulRecipe(8)
 
@@ -82,8 +82,8 @@ def test_layers_of_one_shape_share_a_recipe(folder: Path, monkeypatch: pytest.Mo
     assert (token_ladder[0], sample_ladder[0]) == (8, 8)
 
 
-def test_an_engine_whose_products_need_tiles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine where no padding makes products invariant, rows are cut into tiles; the answers stay right."""
+def test_an_engine_whose_matmuls_need_tiles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where no padding makes matmuls invariant, rows are cut into tiles; the answers stay right."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [list(range(3, 40)), list(range(50, 55))]
     expected = [run_alone(make_engine(folder), prompt, params) for prompt in prompts]

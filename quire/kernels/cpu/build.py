@@ -40,9 +40,9 @@ X86 = {
     "avx512": AVX512,
     "avx512vnni": (*AVX512, "-mavx512vnni"),
 }
-# dispatch.cpp fills the gaps: VNNI differs from AVX-512 in products of integers alone, and without it AVX2's serve.
+# dispatch.cpp fills the gaps: VNNI differs from AVX-512 in matmuls of integers alone, and without it AVX2's serve.
 COMPLETE = ("portable", "avx2", "avx512")
-SETS_OF = dict.fromkeys(("integer_products.cpp", "byte_products.cpp"), ("portable", "avx2", "avx512vnni"))
+SETS_OF = dict.fromkeys(("integer_matmul.cpp", "byte_matmul.cpp"), ("portable", "avx2", "avx512vnni"))
 # Checks are calls, not inlined: else they take minutes to compile, as would those left out; address finds the same.
 # Not optimized: half the time to compile, and the tests, which are mostly Python and checks, run no longer.
 SANITIZE = (

@@ -18,11 +18,11 @@ namespace avx2 {
 namespace avx512 {
 #include "kernels.def"
 }
-// Products of integers: without VNNI there is nothing to gain from vectors wider than AVX2's, with it they differ.
+// Matmuls of integers: without VNNI there is nothing to gain from vectors wider than AVX2's, with it they differ.
 #define INTEGER_KERNELS(prefix)                                                                                            \
     namespace avx512 {                                                                                                     \
-    void prefix##_product(const void* plan, const float* x, float* out, int64_t rows) {                                    \
-        avx2::prefix##_product(plan, x, out, rows);                                                                        \
+    void prefix##_matmul(const void* plan, const float* x, float* out, int64_t rows) {                                     \
+        avx2::prefix##_matmul(plan, x, out, rows);                                                                         \
     }                                                                                                                      \
     void prefix##_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens,       \
                                   int64_t k, int64_t experts, int activation) {                                            \
@@ -34,7 +34,7 @@ namespace avx512 {
     }                                                                                                                      \
     }                                                                                                                      \
     namespace avx512vnni {                                                                                                 \
-    void prefix##_product(const void* plan, const float* x, float* out, int64_t rows);                                     \
+    void prefix##_matmul(const void* plan, const float* x, float* out, int64_t rows);                                      \
     void prefix##_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens,       \
                                   int64_t k, int64_t experts, int activation);                                             \
     void prefix##_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,    \

@@ -1,4 +1,4 @@
-// The small kernels between products: norms, gated activations, and what picks rows.
+// The small kernels between matmuls: norms, gated activations, and what picks rows.
 #include "gate.h"
 #include "norm.h"
 

@@ -1,5 +1,5 @@
-// What grouped products of floats and of integers share: rows sorted by the expert that they go to, and the two stages of
-// a sparse MLP around such a product. Each row is multiplied as if it were alone, so results never depend on the batch.
+// What grouped matmuls of floats and of integers share: rows sorted by the expert that they go to, and the two stages of
+// a sparse MLP around such a matmul. Each row is multiplied as if it were alone, so results never depend on the batch.
 #pragma once
 #include "gate.h"
 #include "plan.h"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
-from quire.kernels.cpu.matrix import KERNEL_PREFIXES, PackedMatrix, Product
+from quire.kernels.cpu.matrix import KERNEL_PREFIXES, Matmul, PackedMatrix
 from quire.kernels.cpu.tracing import empty
 
 # As gate.h and routing.cpp number them.
@@ -29,10 +29,10 @@ def grouped_workspace(inner: int, outputs: int, num_tokens: int, top_k: int) -> 
     return 4 * (gathered + gathered * inner // (inner + outputs))  # and rows as integers
 
 
-class GroupedProduct:
+class GroupedMatmul:
     """Each row times the matrix of its expert: the two stages of a sparse MLP.
 
-    `experts` has each expert's matrices, one above the other; `bias` is [experts, outputs]. See Product about
+    `experts` has each expert's matrices, one above the other; `bias` is [experts, outputs]. See Matmul about
     `activations`.
     """
 
@@ -40,16 +40,16 @@ class GroupedProduct:
         self, experts: Sequence[Sequence[PackedMatrix]], bias: Tensor | None = None, activations: str = "auto"
     ) -> None:
         biases: Sequence[Tensor | None] = [None] * len(experts) if bias is None else list(bias)
-        self._products = [
-            Product(matrices, of_expert, activations) for matrices, of_expert in zip(experts, biases, strict=True)
+        self._matmuls = [
+            Matmul(matrices, of_expert, activations) for matrices, of_expert in zip(experts, biases, strict=True)
         ]
-        if len({product.activations for product in self._products}) > 1:  # experts in different formats
-            self._products = [
-                Product(matrices, of_expert, "float32") for matrices, of_expert in zip(experts, biases, strict=True)
+        if len({matmul.activations for matmul in self._matmuls}) > 1:  # experts in different formats
+            self._matmuls = [
+                Matmul(matrices, of_expert, "float32") for matrices, of_expert in zip(experts, biases, strict=True)
             ]
-        first = self._products[0]
+        first = self._matmuls[0]
         self.inner, self.outputs, self.activations = first.inner, first.outputs, first.activations
-        self._plans = (ctypes.c_int64 * len(experts))(*(product.address for product in self._products))
+        self._plans = (ctypes.c_int64 * len(experts))(*(matmul.address for matmul in self._matmuls))
         self._address = ctypes.addressof(self._plans)
         prefix = KERNEL_PREFIXES[self.activations] + "grouped"
         self._names = (f"{prefix}_gate_up", f"{prefix}_down")
@@ -67,7 +67,7 @@ class GroupedProduct:
             out.data_ptr(),
             n,
             k,
-            len(self._products),
+            len(self._matmuls),
             ACTIVATIONS.index(activation),
         )
         return out
@@ -89,7 +89,7 @@ class GroupedProduct:
             out.data_ptr(),
             n,
             k,
-            len(self._products),
+            len(self._matmuls),
         )
         return out
 

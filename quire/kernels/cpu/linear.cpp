@@ -1,4 +1,4 @@
-// Matrix products in float32. Every output element is summed in one fixed order, whatever the number of rows and
+// Matmuls in float32. Every output element is summed in one fixed order, whatever the number of rows and
 // wherever a row stands in them, so results never depend on the batch.
 #include "kernels.h"
 

@@ -1,4 +1,4 @@
-"""Packed weight matrices and products with them: rows of activations times weights that stay quantized in memory.
+"""Packed weight matrices and matmuls with them: rows of activations times weights that stay quantized in memory.
 
 Knows formats and bytes, not layers or files. Every output element is summed in one order whatever the number of rows.
 """
@@ -248,7 +248,7 @@ def _scale_panels(numbers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return grid.view(torch.uint8).flatten(1)
 
 
-class Product:
+class Matmul:
     """x -> x @ concat(matrices).T + bias, for matrices of one inner size; each may have its own format.
 
     `activations`: "float32", or "int16" or "int8": x is rounded to integers with a scale for each 32, which is two or
@@ -278,7 +278,7 @@ class Product:
             activations = "int16" if multiplies_integers() else "float32"
         integers = all(matrix.format in _INTEGERS for matrix in matrices)
         self.activations = activations if integers else "float32"
-        self._kernel = KERNEL_PREFIXES[self.activations] + "product"
+        self._kernel = KERNEL_PREFIXES[self.activations] + "matmul"
         self._kernels = bound()
         self._calls = [(ctypes.addressof(plan), 4 * column) for plan, column in self._plans]
 

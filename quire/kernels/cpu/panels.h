@@ -1,4 +1,4 @@
-// How weights are kept: panels of 16 outputs, in which element k of the 16 outputs lies side by side. Products multiply
+// How weights are kept: panels of 16 outputs, in which element k of the 16 outputs lies side by side. Matmuls multiply
 // them by one broadcast element of x at a time, so each output is summed over k in order, and no sum crosses lanes.
 //
 // A panel is [scales][codes]. Codes are floats, or integers that become w = fma(code, scale, minimum) with a scale and

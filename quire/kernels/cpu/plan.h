@@ -1,4 +1,4 @@
-// What products of floats and of integers share: the plan that matrix.py builds, the tiles, how they are shared among
+// What matmuls of floats and of integers share: the plan that matrix.py builds, the tiles, how they are shared among
 // threads, and how results are stored.
 #pragma once
 #include <utility>

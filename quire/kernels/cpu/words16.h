@@ -1,5 +1,5 @@
 // Rows rounded to 16-bit integers, two in a word: the largest of each 32 becomes 32767, so that x is off by 1 / 65534 of
-// that one at most. See integer_products.h.
+// that one at most. See integer_matmul.h.
 #pragma once
 #include "integers.h"
 #include "plan.h"

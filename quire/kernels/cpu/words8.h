@@ -1,5 +1,5 @@
 // Rows rounded to 8-bit integers, four in a word: the largest of each 32 becomes 127, so that x is off by 1 / 254 of that
-// one at most. Sums of integers are exact on every instruction set. See integer_products.h.
+// one at most. Sums of integers are exact on every instruction set. See integer_matmul.h.
 #pragma once
 #include "integers.h"
 #include "plan.h"

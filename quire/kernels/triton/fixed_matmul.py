@@ -1,4 +1,4 @@
-"""Products whose every line has the same bits whatever the number of lines: one order of the inner sum for all.
+"""Matmuls whose every line has the same bits whatever the number of lines: one order of the inner sum for all.
 
 The tiled kernel without splits adds in that order for any number of lines. The library does too where it does not
 split the inner sum, and is faster with many lines; whether it does is found out once for each shape, by comparing.
@@ -44,7 +44,7 @@ def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _shape(rows: int, weight: Tensor) -> TileShape:
-    """How to cut the product: it changes the speed, never the bits."""
+    """How to cut the matmul: it changes the speed, never the bits."""
     if weight.element_size() > 2:
         return TileShape(bt=16 if rows <= 16 else 64, bk=32)
     if rows <= 16:

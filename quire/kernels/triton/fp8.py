@@ -1,4 +1,4 @@
-"""Products of fp8 activations, each line with a scale, with fp8 weights [out_features, in_features]."""
+"""Matmuls of fp8 activations, each line with a scale, with fp8 weights [out_features, in_features]."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _sorted_kernel(
         acc += tl.load(bias, mask=out_mask, other=0.0).to(tl.float32)[:, None]
         if ACTIVATION != "":
             up += tl.load(bias + width, mask=out_mask, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION != "":  # of what the product alone would be, rounded
+    if ACTIVATION != "":  # of what the matmul alone would be, rounded
         kind = out_ptr.dtype.element_ty
         acc = gated(acc.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION)
     if SCATTER:

@@ -1,8 +1,8 @@
-"""Products with a weight [out_features, in_features]: which kernel for how many rows, and the one for a single row.
+"""Matmuls with a weight [out_features, in_features]: which kernel for how many rows, and the one for a single row.
 
-Products of few rows are bound by reading the weight. One row uses multiply-and-add over long contiguous pieces, a
-few rows tiles; many rows are left to the library. Own kernels can do the gated activation after a product, too, and
-leave an inner sum that is split over programs to the kernel that reads the product next.
+Matmuls of few rows are bound by reading the weight. One row uses multiply-and-add over long contiguous pieces, a
+few rows tiles; many rows are left to the library. Own kernels can do the gated activation after a matmul, too, and
+leave an inner sum that is split over programs to the kernel that reads the matmul next.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _one_row_kernel(
     out = tl.sum(acc, axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + lines, mask=inside, other=0.0).to(tl.float32)
-    if GATED:  # of what the product alone would be, rounded
+    if GATED:  # of what the matmul alone would be, rounded
         gate, up = tl.split(tl.reshape(out.to(out_ptr.dtype.element_ty).to(tl.float32), [ROWS // 2, 2]))
         out = gate_times_up(gate, up, GELU)
         outputs = place * (ROWS // 2) + tl.arange(0, ROWS // 2)
@@ -124,7 +124,7 @@ _MAX_FEW_ROWS = 64
 _MAX_SOME_ROWS = 256
 _SMALL = 1 << 23  # elements of a weight that is read faster than the library starts
 _LINES = 64  # of the weight in a tile
-_TOKENS = 64  # in a tile, at most, where a product stays in parts
+_TOKENS = 64  # in a tile, at most, where a matmul stays in parts
 _PIECE = 128  # of the inner dimension
 _PROGRAMS = 128  # that run at a time, about one on each multiprocessor
 _MAX_PARTS = 8
@@ -213,7 +213,7 @@ def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _parts_shape(x: Tensor, weight: Tensor) -> TileShape | None:
-    """Tiles of a product that stays in parts; None: it stays whole, or others cut it."""
+    """Tiles of a matmul that stays in parts; None: it stays whole, or others cut it."""
     rows, (n, k) = x.shape[0], weight.shape
     splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1
     if splits == 1 or (rows > _MAX_FEW_ROWS and n * k > _SMALL):
@@ -222,7 +222,7 @@ def _parts_shape(x: Tensor, weight: Tensor) -> TileShape | None:
 
 
 def split_k_shape(rows: int, weight: Tensor) -> TileShape:
-    """How to cut a product of at most 256 rows with a small weight whose parts are left to the reader."""
+    """How to cut a matmul of at most 256 rows with a small weight whose parts are left to the reader."""
     return TileShape(parts_of(rows, *weight.shape), bt=_TOKENS if rows > _TOKENS else 0)
 
 
@@ -233,7 +233,7 @@ def _takes_tiles(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows_shape(rows: int, n: int) -> TileShape:
-    """How to cut a product of 2 to 64 rows; measured on an H200.
+    """How to cut a matmul of 2 to 64 rows; measured on an H200.
 
     The inner sum is split where there are fewer tiles of outputs than multiprocessors. The next weights are asked
     for the earlier, the less one kernel alone keeps the memory busy.
@@ -249,9 +249,9 @@ def few_rows_shape(rows: int, n: int) -> TileShape:
 
 
 def some_rows_shape(rows: int, n: int, k: int) -> TileShape | None:
-    """How to cut a product of 65 to 256 rows; None: the library is faster. Measured on an H200, in a chain.
+    """How to cut a matmul of 65 to 256 rows; None: the library is faster. Measured on an H200, in a chain.
 
-    With a small weight most of a product is its start, which here overlaps the end of the kernel before.
+    With a small weight most of a matmul is its start, which here overlaps the end of the kernel before.
     """
     tiles = triton.cdiv(n, _LINES)
     if n * k > _SMALL or (rows > 128 and tiles > 64):
@@ -273,7 +273,7 @@ def some_rows_gated_shape(rows: int, n: int, k: int) -> TileShape | None:
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """How many parts a product may stay in; 1: whole is as fast. Measured on an H200, in a chain with norms.
+    """How many parts a matmul may stay in; 1: whole is as fast. Measured on an H200, in a chain with norms.
 
     Parts that nobody waits for are cheap: as many as fill the device once.
     """

@@ -1,4 +1,4 @@
-"""RMS normalization; in the same pass the sum of a product in parts and of a residual before, quantization after."""
+"""RMS normalization; in the same pass the sum of a matmul in parts and of a residual before, quantization after."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
     wait_for_predecessor(PDL)
     value = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if PARTS > 1:  # their sum is rounded as if the product had been whole
+    if PARTS > 1:  # their sum is rounded as if the matmul had been whole
         for part in tl.static_range(1, PARTS):
             value += tl.load(x_ptr + part * part_stride + row * x_stride + columns, mask=inside, other=0.0)
         value = value.to(sum_ptr.dtype.element_ty).to(tl.float32)

@@ -26,7 +26,7 @@ _COLUMNS = 128  # of a piece of 4-bit weights
 
 
 def _assembly(kind: str) -> str:
-    """A piece's product: $0-3 of 4 words of two lines each ($4-7, $8-11) and x (from $12 on).
+    """A piece's matmul: $0-3 of 4 words of two lines each ($4-7, $8-11) and x (from $12 on).
 
     Behind x (16 words) 4-bit weights have zeros or powers ($28-31). Two chains of matrix instructions, so that they
     wait less for one another.
@@ -115,7 +115,7 @@ def _pair_sums(words, x, zeros, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: 
 
 
 @triton.jit
-def _piece_product(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
+def _piece_matmul(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
     """Sums of one piece [32 * WARPS, 4]: two lines of a thread, each for two tokens, as matrix units have them."""
     if ASM:
         if KIND == "int4":
@@ -312,7 +312,7 @@ def _packed_fragment_kernel(
             x1 = tl.load(x_piece + 8, mask=present, other=0)
             x2 = tl.load(x_piece + 16, mask=present, other=0)
             x3 = tl.load(x_piece + 24, mask=present, other=0)
-            part = _piece_product(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
+            part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
             acc += part if KIND == "e2m1" else part * scales[number]
         read = after
     sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)

@@ -17,7 +17,7 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 
 @triton.jit
 def _added_up(ptr, at, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Features of a product that may be in parts, rounded as if it had been whole."""
+    """Features of a matmul that may be in parts, rounded as if it had been whole."""
     x = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):

@@ -13,7 +13,7 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 from quire.kernels.triton.matmul import arrival_counters, matmul_one_row
 from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
 
-# A router has few outputs: without splits a product would keep one or two programs busy. Always as many, so that a
+# A router has few outputs: without splits a matmul would keep one or two programs busy. Always as many, so that a
 # token's logits do not depend on how many others there are.
 _SPLITS = 8
 _TOKENS = 64  # of a tile

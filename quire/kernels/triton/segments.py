@@ -2,7 +2,7 @@
 
 A query's keys are cut at fixed positions. Within a segment they are taken in piece by piece, KEYS at a time, and the
 segments' results are folded in order. Nothing here knows how keys come from memory, and no sum depends on how a
-compiler lays out its operands: products add along the inner dimension in one order, and all other sums are spelt out.
+compiler lays out its operands: matmuls add along the inner dimension in one order, and all other sums are spelt out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def line_sums(totals, LINES: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _column_sums(weights, LINES: tl.constexpr, KEYS: tl.constexpr):
-    """The sums of columns j, j + 32, j + 64 and so on, which one thread holds in every layout of a product."""
+    """The sums of columns j, j + 32, j + 64 and so on, which one thread holds in every layout of a matmul."""
     tl.static_assert((KEYS >= 16) and (KEYS <= 128))
     if KEYS >= 128:
         weights = _halves(weights, LINES, 64)

@@ -1,11 +1,11 @@
-"""Products as tiles of outputs x tokens: the weight is the left operand, so a few tokens still fill the matrix units.
+"""Matmuls as tiles of outputs x tokens: the weight is the left operand, so a few tokens still fill the matrix units.
 
 Weights are [out_features, in_features]. Within a split the inner sum always runs in the same order, whatever the
 number of tokens; with one split a token's result therefore never depends on the other tokens of the step.
 
 A gated activation may follow in the same kernel: then the weight's first half are gates, the second what they are
 multiplied with, and each tile has lines of both, one beside the other. Splits are added up by the last program of a
-tile, or left as they are to the kernel that reads the product next.
+tile, or left as they are to the kernel that reads the matmul next.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _tile_kernel(
         if IN_PARTS:  # once
             bias = tl.where(split == 0, bias, 0.0)
         acc += bias[:, None]
-    if GATED:  # of what the product alone would be, rounded
+    if GATED:  # of what the matmul alone would be, rounded
         rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(rounded, [BN // 2, 2, BT]), (0, 2, 1)))
         acc = gate_times_up(gate, up, GELU)
@@ -175,7 +175,7 @@ def _tile_kernel(
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a product is cut. Of these only `splits` can change a bit of the result."""
+    """How a matmul is cut. Of these only `splits` can change a bit of the result."""
 
     splits: int = 1  # of the inner sum, over programs
     in_turn: bool = False  # one program does all splits: for many tokens

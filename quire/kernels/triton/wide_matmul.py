@@ -1,4 +1,4 @@
-"""Products of some rows with a large weight, left in parts: a program has all tokens, so each weight is read once.
+"""Matmuls of some rows with a large weight, left in parts: a program has all tokens, so each weight is read once.
 
 The weight is the left operand, as in `tile_matmul`. Both sides come as copies by the tensor memory unit. The tokens
 are two tiles side by side, so that their number need not be rounded up to a power of two.

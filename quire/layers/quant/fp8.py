@@ -25,7 +25,7 @@ class Fp8Linear(LinearMethod):
         super().__init__(spec)
         self.weight = empty_parameter(spec.out_features, spec.in_features, dtype=FP8)
         self.scale = empty_parameter(spec.out_features, dtype=torch.float32)
-        self._product = LINEAR_FP8.bind(spec.target)
+        self._matmul = LINEAR_FP8.bind(spec.target)
         self._prequantized = PREQUANTIZED_LINEAR_FP8.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
@@ -44,7 +44,7 @@ class Fp8Linear(LinearMethod):
             self.weight.data[here], self.scale.data[here] = quantize_rows(part)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x, self.weight, self.scale, self.bias)
+        return self._matmul(x, self.weight, self.scale, self.bias)
 
     def multiply_quantized(self, x: QuantizedActivations) -> Tensor:
         return self._prequantized(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)

@@ -1,4 +1,4 @@
-"""A matrix cut along its inputs, whose products are added in a tree: as many ranks as parts get the same bits."""
+"""A matrix cut along its inputs, whose matmuls are added in a tree: as many ranks as parts get the same bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights in panels for the native CPU kernels: as the checkpoint stores them, or quantized while they are loaded.
 
-What lies in memory differs, and for quantized weights the arithmetic may: see `Product`. Knows schemes, not
+What lies in memory differs, and for quantized weights the arithmetic may: see `Matmul`. Knows schemes, not
 files.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.grouped import GroupedProduct, grouped_workspace
+from quire.kernels.cpu.grouped import GroupedMatmul, grouped_workspace
 from quire.kernels.cpu.library import multiplies_integers
-from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes, runs_in_order
+from quire.kernels.cpu.matrix import BLOCK_TYPES, Matmul, PackedMatrix, packed_bytes, runs_in_order
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.packed_weights import PackedWeights
 from quire.layers.quant.panels import integer_bits, panel_format, panel_parts
@@ -22,7 +22,7 @@ from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_
 from quire.ops.base import Implementation, Target
 from quire.types.errors import CheckpointError, ConfigError
 
-KERNELS = Implementation("native", "cpu.matrix:Product", ("cpu",), (torch.float32,), "cpu.library:unavailable")
+KERNELS = Implementation("native", "cpu.matrix:Matmul", ("cpu",), (torch.float32,), "cpu.library:unavailable")
 Storage = str | Rounding | None
 # Float types of checkpoints and what they are kept as; other float types and other schemes become float32.
 _STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -31,7 +31,7 @@ _STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class PackedLinear(LinearMethod):
     """One packed matrix per piece, each in its own format."""
 
-    _product: Product
+    _matmul: Matmul
 
     def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
         """`storage`: what float weights are kept as, "int8", "int4" or by a rounding; None: as they come."""
@@ -46,7 +46,7 @@ class PackedLinear(LinearMethod):
         activations = self.spec.target.activations
         if activations == "int8" and (self.spec.role in ("table", "head") or self.spec.path.endswith("o_proj")):
             activations = "int16"  # these cost little time and most of what 8 bits would do to perplexity
-        self._product = Product(self.matrices, self.bias, activations)
+        self._matmul = Matmul(self.matrices, self.bias, activations)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -54,7 +54,7 @@ class PackedLinear(LinearMethod):
         return [self._matrices[piece] for piece in sorted(self._matrices)]
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x)
+        return self._matmul(x)
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return sum(
@@ -68,7 +68,7 @@ class PackedLinear(LinearMethod):
 
     @property
     def arithmetic(self) -> str:
-        return "" if self.kept in _STORAGES.values() else f"activations in {self._product.activations}"
+        return "" if self.kept in _STORAGES.values() else f"activations in {self._matmul.activations}"
 
     def quantizes(self, scheme: Scheme) -> bool:
         return _rounds_to_bytes(self.spec, scheme)
@@ -82,7 +82,7 @@ class PackedLinear(LinearMethod):
 
 
 class PackedTable(PackedLinear, TableMethod):
-    """One table for looking up rows and, if the head is tied, for its product."""
+    """One table for looking up rows and, if the head is tied, for its matmul."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._matrices[0].embed(token_ids.long())
@@ -91,7 +91,7 @@ class PackedTable(PackedLinear, TableMethod):
 class PackedGrouped(GroupedMethod):
     """One packed matrix per piece of each expert, each in its own format."""
 
-    _product: GroupedProduct
+    _matmul: GroupedMatmul
 
     def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
         super().__init__(spec)
@@ -113,16 +113,16 @@ class PackedGrouped(GroupedMethod):
                 f"the matrices of an expert of {self.spec.path} have their inputs in different orders (act order);"
                 " set --quantization none"
             )
-        self._product = GroupedProduct(experts, self.bias, self.spec.target.activations)
+        self._matmul = GroupedMatmul(experts, self.bias, self.spec.target.activations)
 
     def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
-        return self._product.gate_up(x, expert_ids, activation)
+        return self._matmul.gate_up(x, expert_ids, activation)
 
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        return self._product.down(a, expert_ids, weights)
+        return self._matmul.down(a, expert_ids, weights)
 
     def slots(self, a: Tensor, expert_ids: Tensor) -> Tensor:
-        return self._product.down(a, expert_ids, None)
+        return self._matmul.down(a, expert_ids, None)
 
     def tensors_of(self, expert: int) -> list[Tensor]:
         matrices = [self._matrices[expert, piece] for piece in range(len(self.spec.pieces))]
@@ -135,7 +135,7 @@ class PackedGrouped(GroupedMethod):
 
     @property
     def arithmetic(self) -> str:
-        return "" if self.kept in _STORAGES.values() else f"activations in {self._product.activations}"
+        return "" if self.kept in _STORAGES.values() else f"activations in {self._matmul.activations}"
 
     def quantizes(self, scheme: Scheme) -> bool:
         return _rounds_to_bytes(self.spec, scheme)

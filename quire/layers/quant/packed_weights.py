@@ -171,16 +171,16 @@ class _Packed(MatrixMethod):
 class PackedWeightLinear(_Packed, LinearMethod):
     def __init__(self, spec: MatrixSpec, form: PackedForm, rounding: Rounding | None = None) -> None:
         super().__init__(spec, form, rounding)
-        self._product = PACKED_LINEAR.bind(spec.target)
+        self._matmul = PACKED_LINEAR.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
         self._store.load(0, piece, rows)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x, self._store.weight, self.bias, "")
+        return self._matmul(x, self._store.weight, self.bias, "")
 
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
-        return lambda x: self._product(x, self._store.weight, self.bias, activation)
+        return lambda x: self._matmul(x, self._store.weight, self.bias, activation)
 
     def decodes(self, scheme: Scheme) -> bool:
         return False

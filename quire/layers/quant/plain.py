@@ -1,4 +1,4 @@
-"""No quantization: matrices in the model's dtype, multiplied by the platform's product."""
+"""No quantization: matrices in the model's dtype, multiplied by the platform's matmul."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.ops.base import Target
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
 from quire.ops.invariance import MatmulRecipe
-from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
+from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Matmul, choose_matmul, linear, linear_transposed
 from quire.ops.lora import LINEAR_SHRINKING
 from quire.ops.select import EMBED
 from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
@@ -36,13 +36,13 @@ class PlainLinear(LinearMethod):
 
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__(spec)
-        self._product, self.transposed = self._choose(spec.target)
+        self._matmul, self.transposed = self._choose(spec.target)
         sides = (spec.out_features, spec.in_features)
         self.weight = empty_parameter(*(sides if self.transposed else sides[::-1]), dtype=spec.target.dtype)
-        self.recipe = DIRECT  # how to call the product batch-invariantly; set by the self-check at start
+        self.recipe = DIRECT  # how to call the matmul batch-invariantly; set by the self-check at start
 
-    def _choose(self, target: Target) -> tuple[Product, bool]:
-        return choose_product(target)
+    def _choose(self, target: Target) -> tuple[Matmul, bool]:
+        return choose_matmul(target)
 
     def load(self, piece: int, rows: Weight) -> None:
         rows, start = as_tensor(rows), sum(self.spec.pieces[:piece])
@@ -55,7 +55,7 @@ class PlainLinear(LinearMethod):
             target[:, block].copy_(rows[block].to(target.dtype).t())
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x, self.weight, self.bias, self.recipe)
+        return self._matmul(x, self.weight, self.bias, self.recipe)
 
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         run = GATED_LINEAR.bind(self.spec.target)
@@ -83,11 +83,11 @@ class PlainLinear(LinearMethod):
     @property
     def is_invariant(self) -> bool:
         """Whether a row's result never depends on the other rows. If not, the self-check looks for a recipe."""
-        return self._product is not linear and self._product is not linear_transposed
+        return self._matmul is not linear and self._matmul is not linear_transposed
 
     def probe(self, x: Tensor, k_chunk: int | None) -> Tensor:
-        """The product as a recipe with this chunk would call it."""
-        return self._product(x, self.weight, self.bias, MatmulRecipe(min_rows=1, k_chunk=k_chunk))
+        """The matmul as a recipe with this chunk would call it."""
+        return self._matmul(x, self.weight, self.bias, MatmulRecipe(min_rows=1, k_chunk=k_chunk))
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
@@ -100,7 +100,7 @@ class PlainTable(PlainLinear, TableMethod):
         super().__init__(spec)
         self._embed = EMBED.bind(spec.target)
 
-    def _choose(self, target: Target) -> tuple[Product, bool]:
+    def _choose(self, target: Target) -> tuple[Matmul, bool]:
         return LINEAR_TRANSPOSED.bind(target), True
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class UnpackedLinear(LinearMethod):
         super().__init__(spec)
         self._device, self._rounding = torch.get_default_device(), rounding
         self._pieces: dict[int, Weight] = {}
-        self._product = LINEAR_TRANSPOSED.bind(spec.target)
+        self._matmul = LINEAR_TRANSPOSED.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
         rows = rows if self._rounding is None else self._rounding.stored(self.spec, rows, self._device)
@@ -50,7 +50,7 @@ class UnpackedLinear(LinearMethod):
 
     def multiply(self, x: Tensor) -> Tensor:
         pieces = [as_tensor(self._pieces[piece]).to(x.dtype) for piece in sorted(self._pieces)]
-        return self._product(x, torch.cat(pieces), self.bias, DIRECT)
+        return self._matmul(x, torch.cat(pieces), self.bias, DIRECT)
 
     @property
     def kept(self) -> str:

@@ -13,7 +13,7 @@ from quire.kernels.cpu import library
 LIBRARY = library.load()
 INSTRUCTION_SETS = LIBRARY.instruction_sets if LIBRARY else []
 FEW = 10  # examples: profiles that try fewer leave out what others nearly are
-# Products of integers apart, AVX-512 is VNNI without them, and for those it takes AVX2's.
+# Matmuls of integers apart, AVX-512 is VNNI without them, and for those it takes AVX2's.
 _TRIED = [
     isa
     for isa in INSTRUCTION_SETS

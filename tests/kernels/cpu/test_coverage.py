@@ -46,7 +46,7 @@ class Held(NamedTuple):
     batch: str  # the same bits whatever stands beside it
 
 
-BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
+BATCHED_MATMUL = "test_a_row_has_the_same_bits_in_any_batch"
 OF_STATES = (
     "short_conv",
     "recurrence",
@@ -72,10 +72,10 @@ GROUPED = [f"{prefix}grouped_{stage}" for prefix in ("", "integer_", "byte_") fo
 GROUPED_ALIKE = "test_every_format_multiplies_each_row_as_if_alone"
 LOOKED_UP = "test_rows_are_looked_up"
 COVERED = {
-    "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
+    "matmul": Held(BATCHED_MATMUL, "test_matmuls", "test_every_batch_size_to_64_gives_the_same_bits"),
     **dict.fromkeys(
-        ("integer_product", "byte_product"),
-        Held(BATCHED_PRODUCT, "test_products_of_integers", "test_every_batch_size_to_64_gives_the_same_bits"),
+        ("integer_matmul", "byte_matmul"),
+        Held(BATCHED_MATMUL, "test_matmuls_of_integers", "test_every_batch_size_to_64_gives_the_same_bits"),
     ),
     "panel_bytes": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
     "pack_blocks": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
@@ -91,7 +91,7 @@ COVERED = {
         for name in ("gather_adapters", "select_adapters", "tile_adapters", "look_up_lora", "pick_adapters")
     },
     "linear": Held(
-        "test_a_row_of_a_product_has_the_same_bits_in_any_batch", "test_plain_products", "test_plain_products"
+        "test_a_row_of_a_matmul_has_the_same_bits_in_any_batch", "test_plain_matmuls", "test_plain_matmuls"
     ),
     "add_rms_norm": Held("test_small_ops_do_not_depend_on_the_batch", "test_norms", "test_norms"),
     "add_layer_norm": Held(*["test_layer_norms"] * 3),

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec
 from quire.attention.cpu_native import NativeAttention
 from quire.kernels.cpu import ops
-from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Product
+from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, Matmul, PackedMatrix
 from quire.loader.gguf_quants import dequantize
 from quire.ops import activation, draw, norm
 from quire.ops.draw import draw_within
@@ -52,12 +52,12 @@ def assert_same_kind(found: Tensor, expected: Tensor, scale: Tensor | float) -> 
 @each_instruction_set
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, *STORAGES])
 @pytest.mark.parametrize("rows", [1, 19, 70])
-def test_products(isa: str, kind: str, rows: int) -> None:
+def test_matmuls(isa: str, kind: str, rows: int) -> None:
     inner = inner_size(kind, 75)
     x = rows_with_special(rows, inner)
     with using(isa):
         matrix = make(kind, 37, inner, seed=1)
-        found, weight = Product([matrix], None, "float32")(x), matrix.dequantize()
+        found, weight = Matmul([matrix], None, "float32")(x), matrix.dequantize()
     expected = torch.nn.functional.linear(x.double(), weight.double())
     scale = 1e-6 * x.nan_to_num(0, 0, 0).double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
     assert_same_kind(found, expected, scale)
@@ -68,13 +68,13 @@ def test_products(isa: str, kind: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "activations"), [(1, "int16"), (19, "int16"), (70, "int16"), (1, "int8"), (70, "int8")]
 )
-def test_products_of_integers(isa: str, kind: str, rows: int, activations: str) -> None:
+def test_matmuls_of_integers(isa: str, kind: str, rows: int, activations: str) -> None:
     """A row that is not finite has no scale: all its results are NaN. The others do not feel it."""
     inner = inner_size(kind, 75)
     x = rows_with_special(rows, inner)
     with using(isa):
         matrix = make(kind, 37, inner, seed=1)
-        found, weight = Product([matrix], None, activations)(x), matrix.dequantize()
+        found, weight = Matmul([matrix], None, activations)(x), matrix.dequantize()
     finite = x.isfinite().all(1)
     assert found[~finite].isnan().all()
     expected = torch.nn.functional.linear(x[finite].double(), weight.double())
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_found_in_its_row(isa: str, width: int) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("inner", WIDTHS)
-def test_plain_products(isa: str, inner: int) -> None:
+def test_plain_matmuls(isa: str, inner: int) -> None:
     x, weight = rows_with_special(41, inner), torch.randn(23, inner, generator=torch.Generator().manual_seed(2))
     with using(isa):
         found = ops.linear_transposed(x, weight)

@@ -1,4 +1,4 @@
-"""Grouped products and routing on every instruction set: right against a loop over experts, each row as if alone."""
+"""Grouped matmuls and routing on every instruction set: right against a loop over experts, each row as if alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import grouped, ops
-from quire.kernels.cpu.grouped import ACTIVATIONS, GroupedProduct
-from quire.kernels.cpu.matrix import PackedMatrix, Product
+from quire.kernels.cpu.grouped import ACTIVATIONS, GroupedMatmul
+from quire.kernels.cpu.matrix import Matmul, PackedMatrix
 from quire.ops.gated_linear import ACTIVATIONS as REFERENCES
 from quire.ops.grouped import add_shared
 from quire.ops.norm import add_layer_norm, layer_norm
@@ -36,27 +36,27 @@ def expert_ids(tokens: int) -> Tensor:
 
 
 def of_slots(experts: list[list[PackedMatrix]], bias: Tensor, activations: str, x: Tensor, ids: Tensor) -> Tensor:
-    """x [tokens, inner] or [tokens, slots, inner] times the matrices of each slot's expert, by the dense product."""
+    """x [tokens, inner] or [tokens, slots, inner] times the matrices of each slot's expert, by the dense matmul."""
     rows = x.repeat_interleave(ids.shape[1], 0) if x.dim() == 2 else x.flatten(0, 1)
     out = torch.empty(len(rows), bias.shape[1])
     for expert, (matrices, own_bias) in enumerate(zip(experts, bias, strict=True)):
         chosen = (ids.flatten() == expert).nonzero().flatten()
         if len(chosen):
-            out[chosen] = Product(matrices, own_bias, activations)(rows[chosen])
+            out[chosen] = Matmul(matrices, own_bias, activations)(rows[chosen])
     return out.view(*ids.shape, -1)
 
 
 @each_instruction_set
 @pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
 def test_every_format_multiplies_each_row_as_if_alone(isa: str, kind: str, activations: str) -> None:
-    """To the last bit what the dense product of each expert gives, which other tests hold."""
+    """To the last bit what the dense matmul of each expert gives, which other tests hold."""
     torch.manual_seed(0)
     inner, width, outputs = inner_size(kind, 40), 21, 37
     with using(isa, threads=2):
         gates, downs = experts_of(kind, 2, width, inner), experts_of(kind, 1, outputs, inner)
         gate_bias, down_bias = torch.randn(EXPERTS, 2 * width), torch.randn(EXPERTS, outputs)
-        gate_up = GroupedProduct(gates, gate_bias, activations)
-        down = GroupedProduct(downs, down_bias, activations)
+        gate_up = GroupedMatmul(gates, gate_bias, activations)
+        down = GroupedMatmul(downs, down_bias, activations)
         assert gate_up.activations == activations
         for tokens in SIZES:
             x, a = torch.randn(tokens, inner), torch.randn(tokens, SLOTS, inner)
@@ -91,8 +91,8 @@ def test_rows_that_are_not_finite_stay_by_themselves(isa: str, kind: str, activa
     broken = x.clone()
     broken[3, 5], broken[17, 0], broken[30, 63] = torch.nan, torch.inf, -torch.inf
     with using(isa):
-        gate_up = GroupedProduct(experts_of(kind, 2, 32, 64), None, activations)
-        down = GroupedProduct(experts_of(kind, 1, 24, 32), None, activations)
+        gate_up = GroupedMatmul(experts_of(kind, 2, 32, 64), None, activations)
+        down = GroupedMatmul(experts_of(kind, 1, 24, 32), None, activations)
         good, bad = (down.down(gate_up.gate_up(each, ids, "silu"), ids, weights) for each in (x, broken))
     others = [row for row in range(40) if row not in (3, 17, 30)]
     assert torch.equal(bad[others], good[others])

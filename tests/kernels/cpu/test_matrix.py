@@ -1,4 +1,4 @@
-"""Packed matrices: exact values, products independent of the batch to the last bit, bounded quantization."""
+"""Packed matrices: exact values, matmuls independent of the batch to the last bit, bounded quantization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, Arena, PackedMatrix, Product, packed_bytes
+from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, Arena, Matmul, PackedMatrix, packed_bytes
 from quire.layers.scheme import TABLES
 from quire.loader.gguf_quants import dequantize
 from quire.types.errors import CheckpointError, ConfigError
@@ -222,7 +222,7 @@ def test_memory_for_panels_is_aligned_apart_and_lives_as_long_as_its_tensor() ->
     assert all((tensor[:4096] == value).all() for value, tensor in enumerate(tensors))
 
 
-# ---- products
+# ---- matmuls
 
 
 @pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
@@ -241,35 +241,35 @@ def test_a_row_has_the_same_bits_in_any_batch(
     matrix, generator = make(kind, outputs, inner, seed=outputs), torch.Generator().manual_seed(inner)
     x = torch.randn(140, inner, generator=generator)
     added = torch.randn(outputs, generator=generator) if bias else None
-    product = Product([matrix], added, activations)
-    assert product.activations == activations
-    whole = product(x)
+    matmul = Matmul([matrix], added, activations)
+    assert matmul.activations == activations
+    whole = matmul(x)
     expected = torch.nn.functional.linear(
         x.double(), matrix.dequantize().double(), None if added is None else added.double()
     )
     allowed = allowed_error(x, matrix.dequantize(), activations)
     assert ((whole - expected).abs() <= allowed + 1e-6 * expected.abs()).all()
-    assert torch.equal(product(x[start : start + rows]), whole[start : start + rows])
+    assert torch.equal(matmul(x[start : start + rows]), whole[start : start + rows])
 
 
 @pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
 def test_every_batch_size_to_64_gives_the_same_bits(kind: str, activations: str) -> None:
     inner = inner_size(kind, 300)
-    product = Product([make(kind, 75, inner, seed=2)], None, activations)
+    matmul = Matmul([make(kind, 75, inner, seed=2)], None, activations)
     x = torch.randn(64, inner)
-    whole = product(x)
+    whole = matmul(x)
     for rows in range(1, 65):
-        assert torch.equal(product(x[-rows:]), whole[-rows:])
+        assert torch.equal(matmul(x[-rows:]), whole[-rows:])
 
 
 @pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
 @pytest.mark.parametrize(("rows", "inner"), [(600, 200), (470, 9001)], ids=["chunks", "parts"])
 def test_many_rows_give_the_same_bits_as_few(rows: int, inner: int, activations: str) -> None:
-    product = Product([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35), activations)
+    matmul = Matmul([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35), activations)
     x = torch.randn(rows, inner)
-    whole = product(x)
+    whole = matmul(x)
     for start, end in ((0, 1), (rows - 1, rows), (rows // 2 - 3, rows // 2 + 3), (rows // 2 - 50, rows // 2 + 20)):
-        assert torch.equal(product(x[start:end]), whole[start:end])
+        assert torch.equal(matmul(x[start:end]), whole[start:end])
 
 
 def test_each_element_is_summed_from_the_first_to_the_last() -> None:
@@ -278,10 +278,10 @@ def test_each_element_is_summed_from_the_first_to_the_last() -> None:
     total = torch.zeros(9, 40, dtype=torch.float64)
     for k in range(700):
         total = (total + x[:, k, None].double() * weight[:, k].double()).float().double()
-    found = Product([PackedMatrix.from_float(weight)])(x)
+    found = Matmul([PackedMatrix.from_float(weight)])(x)
     # In float64 product and sum are rounded once more than by a fused multiply-add, which shows very rarely.
     assert (found == total.float()).float().mean() > 0.99
-    assert torch.equal(found[:1], Product([PackedMatrix.from_float(weight)])(x[:1]))
+    assert torch.equal(found[:1], Matmul([PackedMatrix.from_float(weight)])(x[:1]))
 
 
 def test_integers_are_summed_exactly_and_groups_from_the_first_to_the_last() -> None:
@@ -296,18 +296,18 @@ def test_integers_are_summed_exactly_and_groups_from_the_first_to_the_last() -> 
         codes = (weights / scale[:, None]).round()
         sums = ((rows / step).round().double() @ codes.double().T).float()
         total = (total.double() + (sums * (weights / codes).nan_to_num().amax(1)).double() * step.double()).float()
-    torch.testing.assert_close(Product([matrix], None, "int16")(x), total, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(Matmul([matrix], None, "int16")(x), total, rtol=1e-6, atol=1e-5)
 
 
 def test_float_weights_are_multiplied_as_floats_whatever_is_asked() -> None:
     x, weight = torch.randn(5, 64), torch.randn(20, 64)
     for storage in ("float32", "bfloat16", "float16"):
         matrix = PackedMatrix.from_float(weight, storage)
-        product = Product([matrix], None, "int16")
-        assert product.activations == "float32"
-        assert torch.equal(product(x), Product([matrix], None, "float32")(x))
+        matmul = Matmul([matrix], None, "int16")
+        assert matmul.activations == "float32"
+        assert torch.equal(matmul(x), Matmul([matrix], None, "float32")(x))
     mixed = [PackedMatrix.from_float(weight, "int8"), PackedMatrix.from_float(weight, "bfloat16")]
-    assert Product(mixed, None, "int16").activations == "float32"
+    assert Matmul(mixed, None, "int16").activations == "float32"
 
 
 def test_integers_are_chosen_where_the_processor_has_instructions_for_them() -> None:
@@ -317,7 +317,7 @@ def test_integers_are_chosen_where_the_processor_has_instructions_for_them() -> 
     try:
         for name in loaded.instruction_sets:
             loaded.select(name)
-            assert Product([matrix]).activations == ("int16" if name == "avx512vnni" else "float32")
+            assert Matmul([matrix]).activations == ("int16" if name == "avx512vnni" else "float32")
     finally:
         loaded.select(before)
 
@@ -328,19 +328,19 @@ def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int, activati
     sizes = {"Q4_1": 40, "Q8_0": 7, "Q4_K": 16, "float32": 33, "int4": 100, "Q6_K": 1, "bfloat16": 64}
     matrices = [make(kind, size, 512, seed=size) for kind, size in sizes.items()]
     x, bias = torch.randn(rows, 512), torch.randn(sum(sizes.values()))
-    whole = Product(matrices, bias)(x)
-    parts = torch.cat([Product([matrix], None, "float32")(x) for matrix in matrices], dim=1)
+    whole = Matmul(matrices, bias)(x)
+    parts = torch.cat([Matmul([matrix], None, "float32")(x) for matrix in matrices], dim=1)
     assert torch.equal(whole, parts + bias)
     coded = [matrix for matrix in matrices if matrix.format.startswith("code")]
-    whole = Product(coded, None, activations)(x)
-    assert torch.equal(whole, torch.cat([Product([matrix], None, activations)(x) for matrix in coded], dim=1))
+    whole = Matmul(coded, None, activations)(x)
+    assert torch.equal(whole, torch.cat([Matmul([matrix], None, activations)(x) for matrix in coded], dim=1))
 
 
 @pytest.mark.parametrize("rows", [1, 30])
 def test_rows_of_x_may_lie_apart(rows: int) -> None:
-    product = Product([make("Q4_1", 32, 64, seed=0)])
+    matmul = Matmul([make("Q4_1", 32, 64, seed=0)])
     x = torch.randn(rows, 200)
-    assert torch.equal(product(x[:, 5:69]), product(x[:, 5:69].contiguous()))
+    assert torch.equal(matmul(x[:, 5:69]), matmul(x[:, 5:69].contiguous()))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 20])
@@ -351,15 +351,15 @@ def test_extreme_values_are_passed_on(rows: int, storage: str) -> None:
     weight[:, 3], weight[2, 69] = 1.0, float("inf")
     weight[5, 4], weight[6, 0] = float("nan"), 1e-7
     x[:, 3], x[:, 69], x[:, 0] = 3e38, 1.0, 1e-40
-    product = Product([PackedMatrix.from_float(weight, storage)])
-    out = product(x)
+    matmul = Matmul([PackedMatrix.from_float(weight, storage)])
+    out = matmul(x)
     expected = torch.full((rows, 20), 3e38)
     expected[:, 2], expected[:, 5] = float("inf"), float("nan")
     assert_same(out, expected)
     x[:, 3] = 0
-    assert (product(x)[:, 6] == x[:, 0] * PackedMatrix.from_float(weight, storage).dequantize()[6, 0]).all()
+    assert (matmul(x)[:, 6] == x[:, 0] * PackedMatrix.from_float(weight, storage).dequantize()[6, 0]).all()
     x[0, 69] = float("nan")
-    out = product(x)
+    out = matmul(x)
     assert out[0].isnan().all()
     assert not out[1:, [0, 1, 3]].isnan().any()
 
@@ -375,8 +375,8 @@ def test_every_instruction_set_gives_the_same_bits(kind: str, activations: str) 
         for name in loaded.instruction_sets:
             loaded.select(name)
             matrix = make(kind, 90, inner, seed=4)
-            product = Product([matrix], None, activations)
-            results.append(torch.cat([product(x[:rows]) for rows in (61, 20, 3, 1)]))
+            matmul = Matmul([matrix], None, activations)
+            results.append(torch.cat([matmul(x[:rows]) for rows in (61, 20, 3, 1)]))
     finally:
         loaded.select(before)
     assert all(torch.equal(result, results[0]) for result in results)

@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(library.unavailable() is not None, reason="n
     start=st.integers(0, 69),
     bias=st.booleans(),
 )
-def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
+def test_a_row_of_a_matmul_has_the_same_bits_in_any_batch(
     rows: int, inner: int, outputs: int, start: int, bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(inner)

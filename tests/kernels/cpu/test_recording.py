@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library, ops
-from quire.kernels.cpu.matrix import PackedMatrix, Product
+from quire.kernels.cpu.matrix import Matmul, PackedMatrix
 from quire.kernels.cpu.recording import KernelRecorder
 from quire.kernels.cpu.tracing import empty
 from quire.platform.recording import NotRecordableError
@@ -21,17 +21,17 @@ WIDTH, DEPTH = 64, 12
 NORM = torch.ones(WIDTH)
 
 
-def layers() -> list[Product]:
+def layers() -> list[Matmul]:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(2 * WIDTH, WIDTH, generator=generator) / 8 for _ in range(DEPTH)]
-    return [Product([PackedMatrix.from_float(weight, "int8")]) for weight in weights]
+    return [Matmul([PackedMatrix.from_float(weight, "int8")]) for weight in weights]
 
 
-def chain(x: Tensor, products: list[Product]) -> Tensor:
-    """A residual stream through products, activations and norms, as a model has it."""
+def chain(x: Tensor, matmuls: list[Matmul]) -> Tensor:
+    """A residual stream through matmuls, activations and norms, as a model has it."""
     residual = x
-    for product in products:
-        x, residual = ops.add_rms_norm(ops.silu_and_mul(product(x)), residual, NORM, 1e-5)
+    for matmul in matmuls:
+        x, residual = ops.add_rms_norm(ops.silu_and_mul(matmul(x)), residual, NORM, 1e-5)
     return x
 
 
@@ -44,22 +44,22 @@ def inputs(seed: int) -> Tensor:
 
 
 def test_a_replay_reads_the_inputs_anew_at_any_size() -> None:
-    products, x = layers(), inputs(0)
-    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    matmuls, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], matmuls)], TRIALS, (LIMIT,))
     (out,) = recording.results
     assert out.shape == (LIMIT, WIDTH)
     for seed, rows in enumerate((1, 2, 3, 7, 7, 16, LIMIT, 5)):
         x.copy_(inputs(seed))
         recording(rows)
-        assert torch.equal(out[:rows], chain(x[:rows], products))
+        assert torch.equal(out[:rows], chain(x[:rows], matmuls))
 
 
 def test_sizes_are_told_apart() -> None:
     """Two streams of different lengths that meet in no kernel, each with its own result."""
-    products, x, y = layers(), inputs(0), inputs(1)
+    matmuls, x, y = layers(), inputs(0), inputs(1)
 
     def step(rows: int, lines: int) -> list[Tensor]:
-        return [chain(x[:rows], products), chain(y[:lines], products[:3])]
+        return [chain(x[:rows], matmuls), chain(y[:lines], matmuls[:3])]
 
     recording = KernelRecorder().record(step, ((2, 1), (7, 3), (12, 2)), (LIMIT, 9))
     assert [len(result) for result in recording.results] == [LIMIT, 9]
@@ -70,22 +70,22 @@ def test_sizes_are_told_apart() -> None:
 
 
 def test_results_share_memory_when_they_are_not_needed_together() -> None:
-    products, x = layers(), inputs(0)
-    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    matmuls, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], matmuls)], TRIALS, (LIMIT,))
     one_layer = LIMIT * 4 * (2 * WIDTH + WIDTH + 2 * WIDTH)
     assert recording.num_bytes < 3 * one_layer + 1024
 
 
 def test_kernels_of_another_thread_go_on_while_one_records() -> None:
-    products, x = layers(), inputs(0)
-    expected = chain(x[:3], products)
+    matmuls, x = layers(), inputs(0)
+    expected = chain(x[:3], matmuls)
     found: list[Tensor] = []
 
     def step(rows: int) -> list[Tensor]:
-        other = threading.Thread(target=lambda: found.append(chain(x[:3], products)))
+        other = threading.Thread(target=lambda: found.append(chain(x[:3], matmuls)))
         other.start()
         other.join(30)
-        return [chain(x[:rows], products)]
+        return [chain(x[:rows], matmuls)]
 
     KernelRecorder().record(step, TRIALS, (LIMIT,))
     assert len(found) == len(TRIALS)
@@ -93,15 +93,15 @@ def test_kernels_of_another_thread_go_on_while_one_records() -> None:
 
 
 def test_a_failing_step_leaves_no_trace_behind() -> None:
-    products, x = layers(), inputs(0)
-    expected = chain(x[:3], products)
+    matmuls, x = layers(), inputs(0)
+    expected = chain(x[:3], matmuls)
 
     def fail(rows: int) -> list[Tensor]:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         KernelRecorder().record(fail, TRIALS, (LIMIT,))
-    assert torch.equal(chain(x[:3], products), expected)
+    assert torch.equal(chain(x[:3], matmuls), expected)
 
 
 def refused(step: Callable[[int], Tensor], reason: str) -> None:
@@ -110,18 +110,18 @@ def refused(step: Callable[[int], Tensor], reason: str) -> None:
 
 
 def test_a_result_that_no_kernel_made_is_refused() -> None:
-    products, x = layers(), inputs(0)
-    refused(lambda rows: chain(x[:rows], products) + 1, "result")
+    matmuls, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[:rows], matmuls) + 1, "result")
 
 
 def test_a_step_that_calls_other_kernels_at_other_sizes_is_refused() -> None:
-    products, x = layers(), inputs(0)
-    refused(lambda rows: chain(x[:rows], products[: rows % 2 + 1]), "other kernels")
+    matmuls, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[:rows], matmuls[: rows % 2 + 1]), "other kernels")
 
 
 def test_numbers_that_are_no_size_are_refused() -> None:
-    products, x = layers(), inputs(0)
-    refused(lambda rows: chain(x[: 2 * rows], products), "no simple way")
+    matmuls, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[: 2 * rows], matmuls), "no simple way")
 
 
 def test_memory_that_follows_no_size_is_refused() -> None:
@@ -140,8 +140,8 @@ def test_other_inputs_at_other_sizes_are_refused() -> None:
 
 
 def test_more_than_was_recorded_is_refused() -> None:
-    products, x = layers(), inputs(0)
-    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    matmuls, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], matmuls)], TRIALS, (LIMIT,))
     with pytest.raises(AssertionError, match="at most 40"):
         recording(LIMIT + 1)
 

@@ -89,7 +89,7 @@ def has_fp8() -> bool:
     return 10 * major + minor >= FIRST_WITH_FP8
 
 
-def products(all_shapes: bool) -> None:
+def matmuls(all_shapes: bool) -> None:
     from quire.kernels.triton import fixed_matmul, fp8, lora, matmul
 
     fixed_matmul._library_agrees = lambda *of: False
@@ -122,7 +122,7 @@ def products(all_shapes: bool) -> None:
         fp8.linear_fp8_fixed(numbers(rows, 4096), *quantized)
 
 
-def widest_products(all_shapes: bool) -> None:
+def widest_matmuls(all_shapes: bool) -> None:
     """Those that want the most shared memory."""
     from quire.kernels.triton import fixed_matmul, matmul
 
@@ -406,8 +406,8 @@ def states(all_shapes: bool) -> None:
 
 PARTS = {
     "states": states,
-    "products": products,
-    "widest_products": widest_products,
+    "matmuls": matmuls,
+    "widest_matmuls": widest_matmuls,
     "experts": experts,
     "lines": lines,
     "attention": attention,

@@ -20,7 +20,7 @@ KERNELS = {
     if (names := re.findall(r"^def (_\w+_kernel)\(", file.read_text(encoding="utf-8"), flags=re.M))
 }
 PARTS = {
-    "products": {"lora", "matmul", "tile_matmul", "wide_matmul"},
+    "matmuls": {"lora", "matmul", "tile_matmul", "wide_matmul"},
     "experts": {
         *("add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_fragments", "packed_matmul"),
         *("packed_rows", "packed_wide", "routing"),
@@ -99,9 +99,9 @@ def test_every_kernel_compiles_for_hopper(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.first
-def test_products_find_room_on_a_smaller_card(tmp_path: Path) -> None:
+def test_matmuls_find_room_on_a_smaller_card(tmp_path: Path) -> None:
     """The widest matmuls of a large model alone: nightly runs compile the others."""
-    assert compiled("ada", "widest_products", tmp_path)
+    assert compiled("ada", "widest_matmuls", tmp_path)
 
 
 @pytest.mark.nightly

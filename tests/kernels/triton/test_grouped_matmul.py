@@ -82,7 +82,7 @@ def half(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """As near as eight bits of a product's sides allow."""
+    """As near as eight bits of a matmul's sides allow."""
     torch.testing.assert_close(out.float().cpu(), expected, rtol=3e-2, atol=3e-2)
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight, against plain torch."""
+"""Matmuls of few rows with a weight, against plain torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def make(rows: int, inner: int, outputs: int, dtype: torch.dtype = torch.float32
 
 
 def expect(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = x.double() @ weight.double().t()
-    return (product if bias is None else product + bias.double()).float()
+    matmul = x.double() @ weight.double().t()
+    return (matmul if bias is None else matmul + bias.double()).float()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -78,7 +78,7 @@ LARGE_PARTS = [
 
 @pytest.mark.parametrize(("rows", "inner", "outputs", "parts"), [*PARTS, *LARGE_PARTS])
 def test_whatever_way_is_chosen_in_parts(rows: int, inner: int, outputs: int, parts: int) -> None:
-    """Their sum is the product, with the bias in it once."""
+    """Their sum is the matmul, with the bias in it once."""
     from quire.kernels.triton.matmul import linear_split_k
 
     x, weight, bias = make(rows, inner, outputs, HALF)

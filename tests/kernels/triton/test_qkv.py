@@ -85,7 +85,7 @@ def test_any_number_of_heads_per_program(tokens: int) -> None:
 
 @pytest.mark.parametrize("rotary_dim", [0, 16, 32])
 def test_parts_are_added_up_first(rotary_dim: int) -> None:
-    """To the bit: their sum is rounded as a product would be."""
+    """To the bit: their sum is rounded as a matmul would be."""
     from quire.kernels.triton.qkv import prepare_qkv
 
     tokens, heads, kv_heads, dim = 5, 4, 2, 32

@@ -1,4 +1,4 @@
-"""Products as tiles of outputs x tokens, against plain torch in float64, and by bits where no split is made."""
+"""Matmuls as tiles of outputs x tokens, against plain torch in float64, and by bits where no split is made."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_gates_have_the_same_bits_in_any_company(dtype: torch.dtype, activation: str) -> None:
-    """Whether they are part of the product's kernel, or come after it."""
+    """Whether they are part of the matmul's kernel, or come after it."""
     from quire.kernels.triton.activation import GATED
     from quire.kernels.triton.fixed_matmul import gated_linear, linear_transposed
 

@@ -29,28 +29,28 @@ def filled(kind: type[LinearMethod]) -> LinearMethod:
     return method
 
 
-def test_a_norm_before_products_in_fp8() -> None:
+def test_a_norm_before_matmuls_in_fp8() -> None:
     plain, fused = (RMSNorm(WIDTH, eps=1e-5, target=TARGET, weight_offset=1.0) for _ in range(2))
     for layer in (plain, fused):
         layer.load("weight", None, random(WIDTH, seed=4))
-    product, hidden = filled(Fp8Linear), random(5, WIDTH)
-    fused.feed(product.accepts)
+    matmul, hidden = filled(Fp8Linear), random(5, WIDTH)
+    fused.feed(matmul.accepts)
     for residual in (None, random(5, WIDTH, seed=5)):
         (normed, total), (quantized, same) = plain.merge(hidden, residual), fused.merge(hidden, residual)
         assert isinstance(normed, Tensor)
         assert isinstance(quantized, QuantizedActivations)
         assert torch.equal(total, same)
-        assert torch.equal(product.multiply_quantized(quantized), product.multiply(normed))
+        assert torch.equal(matmul.multiply_quantized(quantized), matmul.multiply(normed))
 
 
-def test_an_activation_before_products_in_fp8() -> None:
-    gate_up, product = random(5, 2 * WIDTH), filled(Fp8Linear)
+def test_an_activation_before_matmuls_in_fp8() -> None:
+    gate_up, matmul = random(5, 2 * WIDTH), filled(Fp8Linear)
     for name in ("silu", "gelu_pytorch_tanh"):
         plain = gated_activation(name, TARGET)(gate_up)
         quantized = gated_activation(name, TARGET, Fp8Linear.accepts)(gate_up)
         assert isinstance(plain, Tensor)
         assert isinstance(quantized, QuantizedActivations)
-        assert torch.equal(product.multiply_quantized(quantized), product.multiply(plain))
+        assert torch.equal(matmul.multiply_quantized(quantized), matmul.multiply(plain))
 
 
 def test_other_methods_take_quantized_activations_too() -> None:

@@ -49,7 +49,7 @@ def make(format: str, rows: int, seed: int = 0) -> Weight:
     return StoredMatrix(SCHEMES[format], (rows, INNER), {"weight": torch.from_numpy(data)})
 
 
-def assert_product(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def assert_matmul(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(layer(x).double(), expected, atol=2e-5, rtol=2e-5)
 
@@ -63,7 +63,7 @@ def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str)
     layer.load("bias", None, bias)
     layer.finish()
     assert isinstance(layer.method, PackedLinear)
-    assert_product(layer, x, as_tensor(weight).float(), bias)
+    assert_matmul(layer, x, as_tensor(weight).float(), bias)
     assert torch.equal(layer.method.matrices[0].dequantize(), as_tensor(weight).float()), "no value changes"
     assert not layer.method.decodes(scheme_of(weight))
     assert layer.method.num_bytes == planned
@@ -106,7 +106,7 @@ def test_merged_pieces_may_differ_in_format(formats: tuple[str, str, str], size:
         mine, first_kv, kv = heads // size, rank * kv_heads // size, max(1, kv_heads // size)
         expected = [as_tensor(q).float().unflatten(0, (heads, dim))[rank * mine : (rank + 1) * mine]]
         expected += [as_tensor(w).float().unflatten(0, (kv_heads, dim))[first_kv : first_kv + kv] for w in (k, v)]
-        assert_product(layer, x, torch.cat(expected).flatten(0, 1))
+        assert_matmul(layer, x, torch.cat(expected).flatten(0, 1))
         planned = layer.planned_bytes(
             {
                 ("weight", name): scheme_of(w)
@@ -233,4 +233,4 @@ def test_bytes_of_a_mapped_file_are_not_kept() -> None:
     expected = weight.tensor()
     weight.tensors["weight"].zero_()
     layer.finish()
-    assert_product(layer, values(2), expected)
+    assert_matmul(layer, values(2), expected)

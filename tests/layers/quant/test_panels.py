@@ -1,4 +1,4 @@
-"""Schemes that the panels of the CPU kernels hold: no value changes, products are those of the decoded matrix."""
+"""Schemes that the panels of the CPU kernels hold: no value changes, matmuls are those of the decoded matrix."""
 
 from __future__ import annotations
 

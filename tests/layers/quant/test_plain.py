@@ -59,7 +59,7 @@ def test_a_table_looks_up_and_multiplies() -> None:
 
 
 @pytest.mark.usefixtures("torch_kernels")
-def test_torchs_own_products_need_a_recipe() -> None:
+def test_torchs_own_matmuls_need_a_recipe() -> None:
     layer = RowParallelLinear(64, 24, bias=False, target=NONE, group=ParallelGroup()).allocate()
     table = VocabParallelEmbedding(24, 64, target=NONE, group=ParallelGroup()).allocate()
     for method in (layer.method, table.method):

@@ -1,7 +1,7 @@
-// Products of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
+// Matmuls of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
 // first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the
 // batch.
-#include "float_products.h"
+#include "float_matmul.h"
 #include "grouped.h"
 
 namespace quire {
@@ -325,7 +325,7 @@ void grouped_down(const void* plans, const float* a, const int32_t* ids, const f
     run_down(plans, a, ids, weights, out, tokens, k, experts, grouped_rows);
 }
 
-void product(const void* plan_address, const float* x, float* out, int64_t rows) {
+void matmul(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
     multiply_all(plan, in_order(plan, x, rows), out, rows);
 }

@@ -1,4 +1,4 @@
-// Products of rows rounded to integers with weights of 4 or 8 bits: out = x @ w^T + bias. What one word holds of a row
+// Matmuls of rows rounded to integers with weights of 4 or 8 bits: out = x @ w^T + bias. What one word holds of a row
 // and of weights, and how words are multiplied, is what words16.h or words8.h says, of which a source includes one before.
 //
 // Each 32 elements of a row share a scale. A group's products are summed as integers, which is exact, and the groups'

@@ -1,6 +1,6 @@
-"""Products with packed weights at the default model's shapes, per format and number of rows, beside torch's float32.
+"""Matmuls with packed weights at the default model's shapes, per format and number of rows, beside torch's float32.
 
-Run: python benchmarks/cpu_products.py [--threads 2] [--seconds 0.5] [--output benchmarks/results/cpu/products.json]
+Run: python benchmarks/cpu_matmuls.py [--threads 2] [--seconds 0.5] [--output benchmarks/results/cpu/matmuls.json]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.bench.report import environment, write_report
 from quire.kernels.cpu import library
-from quire.kernels.cpu.matrix import PackedMatrix, Product
+from quire.kernels.cpu.matrix import Matmul, PackedMatrix
 
 # [outputs, inner] of SmolLM2-135M: query-key-value, attention output, gate and up, down.
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -78,15 +78,15 @@ def measure_packed(storage: str, name: str, shapes: list[tuple[int, int]], secon
     matrices = [PackedMatrix.from_float(torch.randn(shape), storage) for shape in shapes]
     num_bytes, results = sum(matrix.num_bytes for matrix in matrices), []
     for activations in ("float32", "int16") if storage in INTEGERS else ("float32",):
-        calls: list[Call] = [Product([matrix], None, activations) for matrix in matrices]
+        calls: list[Call] = [Matmul([matrix], None, activations) for matrix in matrices]
         results += measure(f"{name} x {activations}", calls, shapes, num_bytes, seconds)
     return results
 
 
 def call_overhead() -> float:
-    """Seconds of a call whose product is too small to matter."""
-    product = Product([PackedMatrix.from_float(torch.randn(16, 32))])
-    return best_times([product], [torch.randn(1, 32)], 0.5)
+    """Seconds of a call whose matmul is too small to matter."""
+    matmul = Matmul([PackedMatrix.from_float(torch.randn(16, 32))])
+    return best_times([matmul], [torch.randn(1, 32)], 0.5)
 
 
 def main() -> None:

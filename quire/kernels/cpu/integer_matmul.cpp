@@ -1,6 +1,6 @@
-// Products of rows rounded to 16-bit integers.
+// Matmuls of rows rounded to 16-bit integers.
 #include "words16.h"
-#include "integer_products.h"
+#include "integer_matmul.h"
 
 namespace quire {
 namespace QUIRE_NS {
@@ -15,7 +15,7 @@ void integer_grouped_down(const void* plans, const float* a, const int32_t* ids,
     run_down(plans, a, ids, weights, out, tokens, k, experts, QUIRE_WORDS::grouped_rows);
 }
 
-void integer_product(const void* plan, const float* x, float* out, int64_t rows) {
+void integer_matmul(const void* plan, const float* x, float* out, int64_t rows) {
     const Plan& of = *(const Plan*)plan;
     QUIRE_WORDS::multiply_all(of, in_order(of, x, rows), out, rows);
 }

@@ -1,6 +1,6 @@
-// Products with float32 panels, which are read where they lie instead of being copied into tiles: a block of rows of x,
+// Matmuls with float32 panels, which are read where they lie instead of being copied into tiles: a block of rows of x,
 // packed side by side, passes by one panel, and a register holds the sum of each row. Sums are over k from the first to
-// the last, as in products.cpp, so results depend neither on the batch nor on which of the two made them.
+// the last, as in matmul.cpp, so results depend neither on the batch nor on which of the two made them.
 #pragma once
 #include "plan.h"
 
