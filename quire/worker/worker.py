@@ -160,7 +160,7 @@ class Worker:
 
     def mask_room(self, count: int) -> Masks:
         """The buffer into which this number of masks is best written for `sample`; always the same memory."""
-        return self.runner.sampler.mask_buffer.room(count)
+        return self.runner.sampler.masks.room(count)
 
     def sleep(self, level: int) -> str:
         """Give memory back; level 1 keeps the weights in host memory, which on the CPU is where they are."""

@@ -19,7 +19,6 @@ class AllowedTokens(Feature):
         self._vocab_size, self._buffer = vocab_size, buffer
         self._staged: dict[int, NDArray[np.int32]] = {}
         self._rows: set[int] = set()
-        self._lined_up: set[int] = set()  # the tokens that were last copied to the buffer
 
     def add_request(self, row: int, start: RowStart) -> bool:
         allowed = sampling_params(start).allowed_token_ids
@@ -37,9 +36,7 @@ class AllowedTokens(Feature):
         if self._staged:
             self._buffer.write(ALLOWED, list(self._staged), np.stack(list(self._staged.values())))
             self._staged.clear()
-        if self._rows != self._lined_up:
-            self._lined_up = set(self._rows)
-            self._buffer.line_up(ALLOWED, {row: row for row in self._rows})
+        self._buffer.line_up(ALLOWED, {row: row for row in self._rows})
 
     def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Nothing: the sampler applies all masks at once, before the first feature."""

@@ -69,13 +69,13 @@ class Feature(ABC):
     def add_request(self, row: int, start: RowStart) -> bool:
         """Stage the parameters of a request that takes this row, and say whether it asks for this. Host only."""
 
-    @abstractmethod
     def remove_request(self, row: int) -> None:
         """Forget the row. Host only; removing a row that is not there does nothing."""
+        return None
 
-    @abstractmethod
     def apply_staged_writes(self) -> None:
         """Copy what was staged to the device, in one piece; does nothing when nothing was."""
+        return None
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:

@@ -94,9 +94,6 @@ class LogitsProcessors(Feature):
             except Exception:  # the request is over; the next one of this row begins anew
                 logger.exception("logits processor %s failed in remove_request", type(processor).__name__)
 
-    def apply_staged_writes(self) -> None:
-        return
-
     def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Waits for the device, to tell a processor of the row's outputs."""
         self._failed.clear()

@@ -29,10 +29,7 @@ class Penalties(Feature):
         params = sampling_params(start)
         values = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         self._values.set(row, *values)
-        return values != _NONE
-
-    def remove_request(self, row: int) -> None:
-        return None  # what the table still says of it, no step reads
+        return values != _NONE  # what the table says of a row that is free, no step reads
 
     def apply_staged_writes(self) -> None:
         self._values.flush()

@@ -28,7 +28,7 @@ from quire.runner.sampling.allowed_tokens import AllowedTokens
 from quire.runner.sampling.base import Feature, RowState
 from quire.runner.sampling.draw import DrawTable
 from quire.runner.sampling.logprobs import AskedLogprobs, Logprobs, pack_logprobs
-from quire.runner.sampling.mask_buffer import ALLOWED, GRAMMAR, GrammarMasks, MaskBuffer, mask_words
+from quire.runner.sampling.mask_buffer import ALLOWED, GRAMMAR, MaskBuffer, mask_words
 from quire.runner.sampling.registry import FEATURES, MakeFeature
 from quire.runner.sampling.sharded import ShardedVocab, VocabShard, WholeVocab
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -66,11 +66,10 @@ class Sampler:
     ) -> None:
         """`max_samples`: places of a step that are sampled, without drafts all rows; `shard`: None has all tokens."""
         self._max_samples = max_samples or max_rows
-        self.mask_buffer = MaskBuffer(vocab_size, max_rows, self._max_samples, device)
-        self.masks = GrammarMasks(self.mask_buffer)
+        self.masks = MaskBuffer(vocab_size, max_rows, self._max_samples, device)
         place = (vocab_size, max_rows, device)
         self._features: list[Feature] = [
-            AllowedTokens(*place, self.mask_buffer),
+            AllowedTokens(*place, self.masks),
             *(make(*place) for make in features),
         ]
         self._draw_table, self._logprobs = DrawTable(*place), Logprobs(vocab_size)
@@ -218,10 +217,10 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Logits with every change that may move the highest, and the highest of what they were."""
         if kind.masked:
-            self.masks.copy(min(len(rows), self._max_samples))
+            self.masks.copy_staged(min(len(rows), self._max_samples))
         first = GRAMMAR if kind.masked else ALLOWED
         last = ALLOWED if kind.groups else GRAMMAR
-        buffer = self.mask_buffer
+        buffer = self.masks
         lines, of_drafts = buffer.lines[first : last + 1], ahead if kind.masked else None
         shaped, raw_highest = self._keep_allowed(logits, rows, buffer.masks, lines, of_drafts)
         for feature in self._features:

@@ -13,7 +13,7 @@ def test_masks_are_copied_into_the_first_lines() -> None:
     buffer = MaskBuffer(70, 5, 5, DEVICE)
     masks, lines = buffer.masks, buffer.lines
     given = np.arange(1, 10, dtype=np.int32).reshape(3, 3)
-    buffer.stage(given)
+    buffer.load({}, given)
     buffer.copy_staged(3)
     buffer.write(1, [4, 0], given[:2])
     expected = torch.zeros(10, 3, dtype=torch.int32)
@@ -38,6 +38,6 @@ def test_masks_made_in_the_room_need_no_staging() -> None:
     room = buffer.room(2)
     assert room.shape == (2, mask_words(1000))
     room[:] = [[7], [8]]
-    buffer.stage(room)
+    buffer.load({}, room)
     buffer.copy_staged(2)
     assert buffer.masks[:, 0].tolist() == [7, 8, 0, 0, 0, 0, 0, 0]
