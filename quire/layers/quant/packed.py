@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.cpu.grouped import GroupedMatmul, grouped_workspace
 from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, Matmul, PackedMatrix, packed_bytes, runs_in_order
-from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.packed_weights import PackedWeights
 from quire.layers.quant.panels import integer_bits, panel_format, panel_parts
 from quire.layers.quant.rounding import Rounding
@@ -28,19 +28,47 @@ Storage = str | Rounding | None
 _STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-class PackedLinear(LinearMethod):
-    """One packed matrix per piece, each in its own format."""
+class _Packed(MatrixMethod):
+    """One packed matrix per piece of each matrix, each in its own format."""
 
-    _matmul: Matmul
+    _matmul: Matmul | GroupedMatmul
 
     def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
         """`storage`: what float weights are kept as, "int8", "int4" or by a rounding; None: as they come."""
         super().__init__(spec)
         self._storage = storage
-        self._matrices: dict[int, PackedMatrix] = {}
+        self._matrices: dict[tuple[int, int], PackedMatrix] = {}  # by the indices of a matrix and of its piece
+
+    def _take(self, index: int, piece: int, rows: Weight) -> None:
+        self._matrices[index, piece] = _packed(self.spec, self._storage, rows)
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        return sum(
+            packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
+            for size, scheme in zip(self.spec.pieces * self.spec.count, schemes, strict=True)
+        )
+
+    @property
+    def kept(self) -> str:
+        return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))
+
+    @property
+    def arithmetic(self) -> str:
+        return "" if self.kept in _STORAGES.values() else f"activations in {self._matmul.activations}"
+
+    def quantizes(self, scheme: Scheme) -> bool:
+        return self.spec.target.activations == "int8" and integer_bits(scheme.element) is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(matrix.num_bytes for matrix in self._matrices.values())
+
+
+class PackedLinear(_Packed, LinearMethod):
+    _matmul: Matmul
 
     def load(self, piece: int, rows: Weight) -> None:
-        self._matrices[piece] = _packed(self.spec, self._storage, rows)
+        self._take(0, piece, rows)
 
     def finish(self) -> None:
         activations = self.spec.target.activations
@@ -51,59 +79,31 @@ class PackedLinear(LinearMethod):
     @property
     def matrices(self) -> list[PackedMatrix]:
         """In the order of the pieces."""
-        return [self._matrices[piece] for piece in sorted(self._matrices)]
+        return [self._matrices[key] for key in sorted(self._matrices)]
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._matmul(x)
 
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        return sum(
-            packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
-            for size, scheme in zip(self.spec.pieces, schemes, strict=True)
-        )
-
-    @property
-    def kept(self) -> str:
-        return " and ".join(sorted({matrix.format for matrix in self.matrices}))
-
-    @property
-    def arithmetic(self) -> str:
-        return "" if self.kept in _STORAGES.values() else f"activations in {self._matmul.activations}"
-
-    def quantizes(self, scheme: Scheme) -> bool:
-        return _rounds_to_bytes(self.spec, scheme)
-
     def decodes(self, scheme: Scheme) -> bool:
         return not scheme.is_float and _kept_as(self.spec, self._storage, scheme) == "float32"
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + sum(matrix.num_bytes for matrix in self.matrices)
 
 
 class PackedTable(PackedLinear, TableMethod):
     """One table for looking up rows and, if the head is tied, for its matmul."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._matrices[0].embed(token_ids.long())
+        return self._matrices[0, 0].embed(token_ids.long())
 
 
-class PackedGrouped(GroupedMethod):
-    """One packed matrix per piece of each expert, each in its own format."""
-
+class PackedGrouped(_Packed, GroupedMethod):
     _matmul: GroupedMatmul
-
-    def __init__(self, spec: MatrixSpec, storage: Storage) -> None:
-        super().__init__(spec)
-        self._storage = storage
-        self._matrices: dict[tuple[int, int], PackedMatrix] = {}
 
     @property
     def backend(self) -> str:
         return "native"
 
     def load(self, expert: int, piece: int, rows: Weight) -> None:
-        self._matrices[expert, piece] = _packed(self.spec, self._storage, rows)
+        self._take(expert, piece, rows)
 
     def finish(self) -> None:
         pieces = range(len(self.spec.pieces))
@@ -129,30 +129,8 @@ class PackedGrouped(GroupedMethod):
         orders = [matrix.order for matrix in matrices if matrix.order is not None]
         return [*super().tensors_of(expert), *(matrix.panels for matrix in matrices), *orders]
 
-    @property
-    def kept(self) -> str:
-        return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))
-
-    @property
-    def arithmetic(self) -> str:
-        return "" if self.kept in _STORAGES.values() else f"activations in {self._matmul.activations}"
-
-    def quantizes(self, scheme: Scheme) -> bool:
-        return _rounds_to_bytes(self.spec, scheme)
-
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)
-
-    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        sizes = self.spec.pieces * self.spec.count
-        return sum(
-            packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
-            for size, scheme in zip(sizes, schemes, strict=True)
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + sum(matrix.num_bytes for matrix in self._matrices.values())
 
 
 def _packed(spec: MatrixSpec, storage: Storage, rows: Weight) -> PackedMatrix:
@@ -181,10 +159,6 @@ def _kept_as(spec: MatrixSpec, storage: Storage, scheme: Scheme) -> str:
             " --quantization out to keep its weights as they are, or load a float checkpoint of the model"
         )
     return storage
-
-
-def _rounds_to_bytes(spec: MatrixSpec, scheme: Scheme) -> bool:
-    return spec.target.activations == "int8" and integer_bits(scheme.element) is not None
 
 
 class Stored(Quantization):
