@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -92,21 +92,19 @@ class AdapterTokens:
         self._tile, self._pick = TILE_ADAPTERS.bind(target), PICK_ADAPTERS.bind(target)
         self._slots: Tensor | None = None  # [n] int32, of all buckets
 
-    @contextmanager
-    def of_tokens(self, rows: Tensor, starts: Tensor, num_tokens: int) -> Iterator[None]:
+    def of_tokens(self, rows: Tensor, starts: Tensor, num_tokens: int) -> AbstractContextManager[None]:
         """While the tokens of a step, of these rows, are computed."""
-        self._set(self._gather(self.row_slots, rows, starts, num_tokens))
-        try:
-            yield
-        finally:
-            self._slots, self.now = None, []
+        return self._while(self._gather(self.row_slots, rows, starts, num_tokens))
 
-    @contextmanager
-    def of_samples(self, rows: Tensor, size: int | None = None) -> Iterator[None]:
+    def of_samples(self, rows: Tensor, size: int | None = None) -> AbstractContextManager[None]:
         """While logits of these rows [m] int64 are computed, padded to `size`."""
         slots = self._select(self.row_slots, rows)
         if size is not None and size > len(rows):
             slots = torch.nn.functional.pad(slots, (0, size - len(rows)), value=-1)
+        return self._while(slots)
+
+    @contextmanager
+    def _while(self, slots: Tensor) -> Iterator[None]:
         self._set(slots)
         try:
             yield

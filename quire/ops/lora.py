@@ -14,7 +14,6 @@ from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.split_k import linear_split_k
 
 TILE = 16  # tokens, at most
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
