@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -126,6 +127,7 @@ class HeadProjection(Linear):
     Each rank holds a range of tokens, as of the embeddings.
     """
 
+    __call__: Callable[..., Tensor]  # nobody feeds it
     role = "head"
 
     def __init__(
@@ -138,6 +140,8 @@ class HeadProjection(Linear):
 
 class LMHead(nn.Module):
     """Logits over the whole vocabulary, in the model's dtype: projection, then scale, then soft cap."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,

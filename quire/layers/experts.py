@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Self, TypedDict, Unpack
 
@@ -354,6 +354,8 @@ class GroupedUp(GroupedLinear):
 
 class GroupedDown(GroupedLinear):
     """Each rank holds a slice of the inputs of every expert's down matrix, or some experts; results are summed."""
+
+    __call__: Callable[..., Passed]
 
     def __init__(self, num_experts: int, width: int, out_features: int, **kind: Unpack[GroupedKind]) -> None:
         group = kind["group"]

@@ -18,7 +18,7 @@ from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_sc
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
-from quire.ops.split_k import PartialSums
+from quire.ops.split_k import PartialSums, whole_or_parts
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -40,6 +40,7 @@ class Linear(WeightedLayer, Stage, Adaptable):
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
     """
 
+    __call__: Callable[..., Passed]
     role: MatrixRole = "linear"
     method: LinearMethod
 
@@ -105,7 +106,7 @@ class Linear(WeightedLayer, Stage, Adaptable):
             shrunk = self.adapters.shrink(x)  # first: the matmul need not wait for it
             return self._multiply(x), shrunk
         parts, shrunk = self.adapters.shrink_beside(self._beside, x, in_parts=self._split_k is not None)
-        return (parts[0] if len(parts) == 1 else PartialSums(parts, x.dtype)), shrunk
+        return whole_or_parts(parts, x.dtype), shrunk
 
     def _multiply(self, x: Tensor | QuantizedActivations) -> Passed:
         if isinstance(x, QuantizedActivations):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,8 @@ class ResidualMerge(Stage):
 class RMSNorm(WeightedLayer, ResidualMerge):
     """x / rms(x) * (weight_offset + weight) over the last dimension. Gemma stores weights around 0: offset 1."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
@@ -87,6 +91,7 @@ class RMSNorm(WeightedLayer, ResidualMerge):
 class LayerNorm(WeightedLayer, ResidualMerge):
     """(x - mean) / deviation * weight + bias over the last dimension."""
 
+    __call__: Callable[..., Tensor]
     bias: Tensor
 
     def __init__(self, width: int, *, eps: float, target: Target, bias: bool = True) -> None:

@@ -42,10 +42,11 @@ class StateCache(CachedLayer):
     def heal(self, block_ids: Tensor) -> None:
         self.cache[block_ids] = self.cache[block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def places(self, batch: ForwardBatch) -> StatePlaces:
+    def place(self, batch: ForwardBatch) -> tuple[Tensor, StatePlaces, StateShape]:
+        """What ops take to find the states of a batch's rows."""
         metadata = batch.attention[self.group]
         assert isinstance(metadata, StateMetadata)
-        return metadata.places
+        return self.cache, metadata.places, self.shape
 
     def of_wanted(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Of all tokens' results [n, width] those that are asked for; every token had to be folded into the state."""

@@ -79,8 +79,7 @@ class AttentionBlock(Mixer):
         if self._tempered is not None:
             assert rotation is not None
             qkv, rotation = self._scale_rows(whole(qkv), rotation[0], self._tempered), None
-        out: Passed = self.o_proj(self.attention(qkv, head_norm, rotation, batch))
-        return out
+        return self.o_proj(self.attention(qkv, head_norm, rotation, batch))
 
 
 class NoQKNorm(nn.Module):
@@ -175,8 +174,7 @@ class GatedMLP(MLP):
         self._gated = gated_matmul(self.gate_up_proj, self._activation, self._target, self.down_proj.accepts)
 
     def forward(self, hidden: Passed) -> Passed:
-        out: Passed = self.down_proj(self._gated(hidden))
-        return out
+        return self.down_proj(self._gated(hidden))
 
 
 def make_norm(config: DecoderConfig, ctx: BuildContext) -> RMSNorm | LayerNorm:

@@ -247,5 +247,4 @@ class DecoderLM(CausalLM):
     def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         if self.lm_head is None:
             return super().compute_logits(hidden, whole)
-        logits: Tensor = self.lm_head(hidden, whole)
-        return logits
+        return self.lm_head(hidden, whole)

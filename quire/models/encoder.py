@@ -162,8 +162,7 @@ class EncoderEmbeddings(nn.Module):
         if self.positions is not None or self.types is not None:
             positions, types = (None if table is None else table.weight for table in (self.positions, self.types))
             hidden = self._add_places(hidden, positions, types, places, self._first)
-        out: Tensor = self.norm(hidden)
-        return out
+        return self.norm(hidden)
 
 
 class EncoderLayer(Stage):
@@ -204,8 +203,7 @@ class EncoderLayer(Stage):
         up = self.gate_up_proj or self.up_proj
         assert up is not None
         assert self.down_proj is not None
-        out: Passed = self.down_proj(self._act(whole(up(hidden))))
-        return out
+        return self.down_proj(self._act(whole(up(hidden))))
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """[n, hidden] -> [n, hidden], or of the wanted tokens alone."""

@@ -94,8 +94,7 @@ class ExpertsMLP(Routed, MLP):
             kept = weights.where(~is_real, 0.0).sum(-1, keepdim=True)
             return (given.float() + x.float() * kept).to(x.dtype)
         if not self._scales_input:
-            routed: Passed = self.experts(x, *self.router.choose(x))
-            return routed
+            return self.experts(x, *self.router.choose(x))
         expert_ids, factors, ones = self.router.choose_one(x)
         routed = self.experts(self._scale_rows(x, factors, x.shape[1]), expert_ids, ones)
         return routed
@@ -104,6 +103,7 @@ class ExpertsMLP(Routed, MLP):
 class Experts(Stage):
     """The experts themselves."""
 
+    __call__: Callable[..., Passed]
     places: Tensor  # [num_experts, cycle] int32: the slots of each, see ops/routing.py
     load: Tensor  # [num_experts] int64: slots of tokens since the start, where they are counted
 
@@ -163,8 +163,7 @@ class Experts(Stage):
         if self._joined is not None:
             joined = self._joined(x, expert_ids, weights)
             return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined
-        out: Passed = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
-        return out
+        return self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
 
     def _of_this_rank(self, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         held = self._group.rank * self._share, len(self.gate_up_proj.held), self._elsewhere
@@ -208,14 +207,15 @@ class Experts(Stage):
 
 
 class UngatedExperts(Stage):
+    __call__: Callable[..., Passed]
+
     def __init__(self, up: GroupedUp, down: GroupedDown, activation: Activation) -> None:
         super().__init__()
         self.up_proj, self.down_proj, self._act = up, down, activation
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         up: Tensor = self.up_proj(x, expert_ids)
-        out: Passed = self.down_proj(self._act(up.flatten(0, 1)).view(up.shape), expert_ids, weights)
-        return out
+        return self.down_proj(self._act(up.flatten(0, 1)).view(up.shape), expert_ids, weights)
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         up, down, slots = self.up_proj, self.down_proj, num_tokens * top_k

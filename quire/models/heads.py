@@ -56,8 +56,7 @@ class HeadStage(nn.Module):
         out = whole(self.linear(hidden))
         if self._activation is not None:
             out = self._activation(out)
-        normed: Tensor = out if self.norm is None else self.norm(out)
-        return normed
+        return out if self.norm is None else self.norm(out)
 
 
 class PoolingHead(nn.Module):

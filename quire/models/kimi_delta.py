@@ -62,9 +62,7 @@ class KimiDelta(RecurrentMixer):
         if self.f_b_proj is not None and self.g_b_proj is not None:
             decay = whole(self.f_b_proj(self._compact(decay)))
             gate = whole(self.g_b_proj(self._compact(gate)))
-        state = self.state
-        place = (state.cache, state.places(batch), state.shape)
+        place = self.state.place(batch)
         qkv = self._conv(qkv, self.conv1d.weight, self.conv1d.bias, True, *place)
         mixed = self._delta(qkv, decay, strength, self.A_log, self.dt_bias, *place, self.kind.decay_floor)
-        out: Passed = self.o_proj(state.of_wanted(self.o_norm(mixed, gate), batch))
-        return out
+        return self.o_proj(self.state.of_wanted(self.o_norm(mixed, gate), batch))

@@ -6,6 +6,7 @@ Adding a kind is a file with a Mixer or an MLP and one line here.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch
@@ -18,6 +19,8 @@ from quire.utils.registry import Registry
 
 class Mixer(Stage):
     """What mixes the tokens of a sequence: attention, or anything else that reads earlier ones."""
+
+    __call__: Callable[..., Passed]
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
@@ -40,6 +43,8 @@ class Mixer(Stage):
 
 class MLP(Stage):
     """What is computed for each token by itself."""
+
+    __call__: Callable[..., Passed]
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()

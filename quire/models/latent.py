@@ -134,8 +134,7 @@ class LatentBlock(Mixer):
         if gates is not None:
             asked = gates if batch.wanted is None else self._gather_rows(gates, batch.wanted.tokens)
             mixed = self._gate(mixed, asked)
-        out: Passed = self.o_proj(mixed)
-        return out
+        return self.o_proj(mixed)
 
 
 class Indexer(Stage):

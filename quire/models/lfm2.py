@@ -33,11 +33,9 @@ class ShortConv(RecurrentMixer):
         return StateShape(kind.num_heads, kind.conv_width)
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
-        bcx, state = whole(self.in_proj(hidden)), self.state
-        place = (state.cache, state.places(batch), state.shape)
-        mixed = self._conv(bcx, self.conv.weight, self.conv.bias, *place)
-        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
-        return out
+        bcx = whole(self.in_proj(hidden))
+        mixed = self._conv(bcx, self.conv.weight, self.conv.bias, *self.state.place(batch))
+        return self.out_proj(self.state.of_wanted(mixed, batch))
 
 
 MIXER_OF = {"full_attention": "attention", "conv": "short_conv"}

@@ -47,8 +47,7 @@ class MambaMixer(RecurrentMixer):
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         x, gate = whole(self.in_proj(hidden)).split(self._width, dim=-1)
-        state = self.state
-        place = (state.cache, state.places(batch), state.shape)
+        place = self.state.place(batch)
         x = self._conv(x, self.conv1d.weight, self.conv1d.bias, True, *place)
         parts = whole(self.x_proj(x)).split(self._sizes, dim=-1)
         if self._norms:
@@ -56,8 +55,7 @@ class MambaMixer(RecurrentMixer):
         dt, b, c = parts
         steps = whole(self.dt_proj(self._compact(dt)))
         mixed = self._gate(self._scan(x, steps, b, c, self.A_log, self.D, *place), gate, True)
-        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
-        return out
+        return self.out_proj(self.state.of_wanted(mixed, batch))
 
 
 class PlainNorm(torch.nn.Module):
@@ -119,10 +117,8 @@ class Mamba2Mixer(RecurrentMixer):
         if self._scales:
             projected = torch.cat([part * scale for part, scale in self._scaled_parts(projected)], dim=-1)
         gate, xbc, dt = projected.split(self._sizes, dim=-1)
-        state = self.state
-        place = (state.cache, state.places(batch), state.shape)
+        place = self.state.place(batch)
         xbc = self._conv(xbc, self.conv1d.weight, self.conv1d.bias, True, *place)
         mixed = self._scan(xbc, dt, self.dt_bias, self.A_log, self.D, self._limits, *place)
         mixed = self._gate(mixed, gate, True) if self.gated_norm is None else self.gated_norm(mixed, gate)
-        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
-        return out
+        return self.out_proj(self.state.of_wanted(mixed, batch))

@@ -53,13 +53,12 @@ class Lightning(RecurrentMixer):
         return PLAIN
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
-        x, state = whole(hidden), self.state
+        x = whole(hidden)
         qkv = whole(self.qkv_proj(x))
         qkv = self._gate(torch.ones_like(qkv), qkv, True)
-        mixed = self._attend(qkv, self.decays, state.cache, state.places(batch), state.shape)
+        mixed = self._attend(qkv, self.decays, *self.state.place(batch))
         gated = self._gate(self.gated_norm(mixed), whole(self.output_gate(x)))
-        out: Passed = self.out_proj(state.of_wanted(gated, batch))
-        return out
+        return self.out_proj(self.state.of_wanted(gated, batch))
 
 
 _FACTORS = ("linear_attn", "full_attn", "mlp")

@@ -63,8 +63,7 @@ class NomicExpertsLayer(Routed, EncoderLayer):
         self.experts = BiasedExperts(up, down, act, bias) if experts.bias else UngatedExperts(up, down, act)
 
     def mlp(self, hidden: Tensor) -> Passed:
-        out: Passed = self.experts(hidden, *self.router.choose(hidden))
-        return out
+        return self.experts(hidden, *self.router.choose(hidden))
 
 
 def read_activation(read: ConfigReader) -> tuple[str | None, str]:

@@ -50,8 +50,7 @@ class GatedAttention(AttentionBlock):
         mixed = self.attention(normed, head_norm, rotation, batch)
         if batch.wanted is not None:
             gates = self._gather_rows(self._compact(gates), batch.wanted.tokens)
-        out: Passed = self.o_proj(self._gate(mixed, gates))
-        return out
+        return self.o_proj(self._gate(mixed, gates))
 
 
 _Rows = tuple[int, Tensor | None]  # of a checkpoint's matrix: how many it has, and which of them this rank keeps
@@ -99,12 +98,10 @@ class GatedDelta(RecurrentMixer):
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         qkv, gate, strength, decay = whole(self.in_proj(hidden)).split(self._sizes, dim=-1)
-        state = self.state
-        place = (state.cache, state.places(batch), state.shape)
+        place = self.state.place(batch)
         qkv = self._conv(qkv, self.conv1d.weight, self.conv1d.bias, True, *place)
         mixed = self.gated_norm(self._delta(qkv, decay, strength, self.A_log, self.dt_bias, *place), gate)
-        out: Passed = self.out_proj(state.of_wanted(mixed, batch))
-        return out
+        return self.out_proj(self.state.of_wanted(mixed, batch))
 
 
 class GroupedGatedDelta(GatedDelta):

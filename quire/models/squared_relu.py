@@ -29,8 +29,7 @@ class SquaredReluMLP(MLP):
         self.down_proj.feed(accepted & ROWS)
 
     def forward(self, hidden: Passed) -> Passed:
-        out: Passed = self.down_proj(squared_relu(whole(self.up_proj(hidden))))
-        return out
+        return self.down_proj(squared_relu(whole(self.up_proj(hidden))))
 
 
 class SquaredReluExperts(Routed, MLP):

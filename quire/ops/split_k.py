@@ -22,6 +22,11 @@ class PartialSums(NamedTuple):
         return sum_of(self.values, self.dtype)
 
 
+def whole_or_parts(values: Tensor, dtype: torch.dtype) -> Tensor | PartialSums:
+    """What an op left as [parts, n, width]: a tensor where there is one part."""
+    return values[0] if len(values) == 1 else PartialSums(values, dtype)
+
+
 def sum_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of parts [parts, n, width], taken one after the other and then rounded."""
     total = values[0].to(torch.float32)

@@ -33,7 +33,7 @@ from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, PACKED_LINEAR, PACKED_SPARSE_MLP
-from quire.ops.split_k import PartialSums
+from quire.ops.split_k import PartialSums, whole_or_parts
 from quire.types.errors import CheckpointError, ConfigError
 
 _MAX_EXPONENT = 127 + 64  # as stored, of scales that are powers of two
@@ -217,7 +217,7 @@ class PackedWeightGrouped(_Packed, GroupedMethod):
 
         def multiply(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor | PartialSums:
             parts = run(x, expert_ids, weights, first, self.bias, second, down.bias, activation, in_parts)
-            return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
+            return whole_or_parts(parts, x.dtype)
 
         return multiply
 

@@ -25,7 +25,7 @@ from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Matmul, choose_matmul, linear, linear_transposed
 from quire.ops.lora import LINEAR_SHRINKING
 from quire.ops.select import EMBED
-from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
+from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums, whole_or_parts
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
 TRANSPOSE_ROWS = 64
@@ -68,11 +68,7 @@ class PlainLinear(LinearMethod):
         if run is LINEAR_SPLIT_K.reference:
             return None
 
-        def multiply(x: Tensor) -> Tensor | PartialSums:
-            parts = run(x, self.weight, self.bias)
-            return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
-
-        return multiply
+        return lambda x: whole_or_parts(run(x, self.weight, self.bias), x.dtype)
 
     def shrinking(self) -> Shrinking | None:
         run = LINEAR_SHRINKING.bind(self.spec.target)
@@ -142,7 +138,7 @@ class PlainGrouped(GroupedMethod):
 
         def multiply(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor | PartialSums:
             parts = run(x, expert_ids, weights, self.weight, self.bias, *second, activation, in_parts, both)
-            return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
+            return whole_or_parts(parts, x.dtype)
 
         return multiply
 
