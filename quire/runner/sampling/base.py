@@ -33,7 +33,8 @@ class RowValues:
 
     def __init__(self, max_rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self._host = torch.zeros(columns, max_rows, dtype=dtype)
-        self._device = torch.zeros(columns, max_rows, dtype=dtype, device=device)
+        self.all = torch.zeros(columns, max_rows, dtype=dtype, device=device)
+        """Always the same tensor."""
         self._given: dict[int, tuple[float, ...]] = {}
         self._changed = False
 
@@ -47,13 +48,8 @@ class RowValues:
 
     def flush(self) -> None:
         if self._changed:
-            refresh(self._device, self._host)
+            refresh(self.all, self._host)
             self._changed = False
-
-    @property
-    def all(self) -> Tensor:
-        """[columns, max_rows], always the same tensor."""
-        return self._device
 
 
 class Feature(ABC):

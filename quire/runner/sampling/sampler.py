@@ -25,8 +25,8 @@ from quire.ops.logprobs import LOGPROBS
 from quire.ops.shaping import KEEP_ALLOWED
 from quire.ops.step import APPEND_GREEDY, APPEND_TOKENS, GATHER_SAMPLING
 from quire.runner.sampling.allowed_tokens import AllowedTokens
-from quire.runner.sampling.base import Feature, RowState
-from quire.runner.sampling.draw import DrawTable
+from quire.runner.sampling.base import Feature, RowState, RowValues
+from quire.runner.sampling.draw import draw_parameters
 from quire.runner.sampling.logprobs import AskedLogprobs, Logprobs, pack_logprobs
 from quire.runner.sampling.mask_buffer import ALLOWED, GRAMMAR, MaskBuffer, mask_words
 from quire.runner.sampling.registry import FEATURES, MakeFeature
@@ -72,7 +72,10 @@ class Sampler:
             AllowedTokens(*place, self.masks),
             *(make(*place) for make in features),
         ]
-        self._draw_table, self._logprobs = DrawTable(*place), Logprobs(vocab_size)
+        # One more row, for the padding of a batch: its zeros are greedy.
+        self._vocab_size, self._draw_table = vocab_size, RowValues(max_rows + 1, 4, torch.float64, device)
+        self._logprobs = Logprobs(vocab_size)
+        self.wanted_logprobs = self._logprobs.wanted
         self.asked_logprobs, target = AskedLogprobs(device), Target(device.type)
         self._vocab = WholeVocab() if shard is None else ShardedVocab(shard, target)
         self._keep_allowed, self._gather_logprobs = KEEP_ALLOWED.bind(target), LOGPROBS.bind(target)
@@ -110,7 +113,7 @@ class Sampler:
             self._asked[row] = asked
         if not params.greedy:
             self._sampled.add(row)
-        self._draw_table.set(row, params)
+        self._draw_table.set(row, *draw_parameters(params, self._vocab_size))
         self._vocab.add_request(row, params)
         self._logprobs.add_request(row, start)
         self.asked_logprobs.add_request(row, start)
@@ -130,7 +133,7 @@ class Sampler:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
         for feature in self._features:
             feature.apply_staged_writes()
-        self._draw_table.apply_staged_writes()
+        self._draw_table.flush()
 
     def kind(self, row_list: list[int], masked: bool) -> SamplingKind:
         """What sampling for these rows has to do, some of which may have a grammar's mask."""
@@ -169,10 +172,6 @@ class Sampler:
         needs_all = masked or kind.groups or kind.eager or most is not None
         return kind if needs_all else kind._replace(candidates=self._vocab.candidates(row_list))
 
-    def wanted_logprobs(self, row_list: list[int]) -> dict[int, int]:
-        """Place in the batch -> number of top logprobs, for those rows that want any."""
-        return self._logprobs.wanted(row_list)
-
     def errors(self, row_list: list[int]) -> dict[int, str]:
         """Place in the batch -> why a feature failed for this row, after an eager step has sampled."""
         found = {}
@@ -201,7 +200,7 @@ class Sampler:
             tokens, highest = self._vocab.choose(logits, kind.candidates)
             return self._append(tokens, highest, *place, None, ahead)
         lengths = (state.num_tokens, state.num_prompt_tokens)
-        drawn = self._gather(rows, self._draw_table.parameters, state.seeds, *lengths, ahead)
+        drawn = self._gather(rows, self._draw_table.all, state.seeds, *lengths, ahead)
         if kind.candidates:
             tokens, highest = self._vocab.choose(logits, kind.candidates, drawn)
         else:
