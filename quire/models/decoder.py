@@ -1,4 +1,4 @@
-"""The decoder: embeddings, a stack of layers that can be run in part, the final norm, and the LM head on top."""
+"""The decoder: embeddings, a stack of layers, the final norm, and the LM head on top."""
 
 from __future__ import annotations
 
@@ -93,22 +93,15 @@ class Decoder(Stage):
         return hidden if self.embedding_scale is None else self._scale(hidden, self.embedding_scale)
 
     def run_layers(
-        self,
-        hidden: Passed,
-        residual: Stream | None,
-        positions: Tensor,
-        batch: ForwardBatch,
-        first: int | None = None,
-        last: int | None = None,
-        capture: Collection[int] = (),
+        self, hidden: Passed, positions: Tensor, batch: ForwardBatch, capture: Collection[int] = ()
     ) -> tuple[Passed, Stream | None, dict[int, Tensor]]:
-        """Run layers [first, last), by default those of this process, and return (hidden, residual, captured).
+        """Run the layers of this process on what the first reads, and return (hidden, residual, captured).
 
-        captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
-        stream that leaves this part of the stack. The last layer of all computes the batch's wanted tokens alone.
+        captured[i], for each i in `capture`, is the residual stream as layer i receives it; the number of the layer
+        after the last gives the stream that leaves. The last layer of all computes the batch's wanted tokens alone.
         """
-        held = self._pipeline.layers or (0, len(self.layers))
-        first, last = held[0] if first is None else first, held[1] if last is None else last
+        first, last = self._pipeline.layers or (0, len(self.layers))
+        residual: Stream | None = None
         rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
         rotations.append(None)  # index -1: layers that rotate nothing
         captured: dict[int, Tensor] = {}
@@ -238,7 +231,7 @@ class DecoderLM(CausalLM):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what `forward` does, and what each of the taps reads of all tokens, [n, hidden]."""
         embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden, residual, captured = self.model.run_layers(embeds, None, positions, batch, capture=self.taps)
+        hidden, residual, captured = self.model.run_layers(embeds, positions, batch, self.taps)
         return self.model.finish(hidden, residual), tuple(captured[layer] for layer in self.taps)
 
     def embed(self, input_ids: Tensor) -> Tensor:

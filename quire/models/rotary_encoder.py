@@ -45,5 +45,5 @@ class RotaryEncoder(Encoder):
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         embeds = self.stack.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden, residual, _ = self.stack.run_layers(embeds, None, positions, batch)
+        hidden, residual, _ = self.stack.run_layers(embeds, positions, batch)
         return self.stack.finish(hidden, residual)

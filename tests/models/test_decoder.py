@@ -1,4 +1,4 @@
-"""The parts of the stack that later features stand on: layer ranges, captured states, embeddings as input, dtypes."""
+"""The parts of the stack that other features stand on: captured states, embeddings as input, dtypes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,19 @@ def make(architecture: str, dtype: torch.dtype = torch.float32, **keys: Any) -> 
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"]
 )
-def test_two_halves_of_the_stack_give_the_whole(architecture: str) -> None:
+def test_the_stream_between_layers_is_captured(architecture: str) -> None:
     model = make(architecture, residual_multiplier=0.5, embedding_multiplier=2.0)
     whole = PagedSequence(model, 16)
     inputs = whole.inputs(TOKENS)
     expected = model(*inputs)
     PagedSequence(model, 16)  # fresh caches
     ids, positions, batch = inputs
-    hidden, residual, early = model.model.run_layers(
-        model.model.embed(ids), None, positions, batch, last=2, capture={0, 2}
-    )
-    hidden, residual, late = model.model.run_layers(hidden, residual, positions, batch, first=2, capture={2, 4})
+    hidden, residual, captured = model.model.run_layers(model.model.embed(ids), positions, batch, {0, 2, 4})
     assert torch.equal(model.model.finish(hidden, residual), expected)
-    assert sorted(early) == [0, 2]
-    assert sorted(late) == [2, 4]
-    assert torch.equal(early[0], model.model.embed(ids))
-    assert torch.equal(early[2], late[2]), "the stream that leaves one part enters the next"
-    assert torch.equal(model.model.norm(late[4]), expected)
+    assert sorted(captured) == [0, 2, 4]
+    assert torch.equal(captured[0], model.model.embed(ids))
+    assert not torch.equal(captured[2], captured[0])
+    assert torch.equal(model.model.norm(captured[4]), expected)
 
 
 def test_what_taps_read_is_returned_and_not_left_on_the_model() -> None:
@@ -58,7 +54,7 @@ def test_what_taps_read_is_returned_and_not_left_on_the_model() -> None:
     before = set(vars(model))
     hidden, tapped = model.forward_tapped(ids, positions, batch)
     assert set(vars(model)) == before
-    _, _, expected = model.model.run_layers(model.model.embed(ids), None, positions, batch, capture={1, 2})
+    _, _, expected = model.model.run_layers(model.model.embed(ids), positions, batch, {1, 2})
     assert [torch.equal(one, expected[layer]) for one, layer in zip(tapped, model.taps, strict=True)] == [True, True]
     assert torch.equal(model(ids, positions, batch), hidden)
 
