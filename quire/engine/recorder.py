@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,8 @@ _TREE_EVERY = 6  # looks
 
 
 class Recorder(StepLog):
-    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._clock = clock
         self._state = core.scheduler.state
         self._steps: deque[StepView] = deque(maxlen=_MOST_STEPS)
         self._events: deque[EventView] = deque(maxlen=_MOST_EVENTS)
@@ -66,7 +64,7 @@ class Recorder(StepLog):
         num_tokens = sum(plan.num_tokens)
         prompts = 0 if num_tokens == len(plan.rows) else sum(count for count in plan.num_tokens if count > 1)
         self._steps.append(
-            StepView(plan.step_id, self._clock(), seconds, len(plan.rows), num_tokens, prompts, result.way)
+            StepView(plan.step_id, time.time(), seconds, len(plan.rows), num_tokens, prompts, result.way)
         )
 
     def stop(self) -> None:
@@ -78,13 +76,13 @@ class Recorder(StepLog):
             # Every pool has the same hashes in its first group.
             self._tree = prefix_tree(self._core.scheduler.kv.pools[0].cached[0])
         self._num_looks += 1
-        wall = self._clock() - time.monotonic()
+        wall = time.time() - time.monotonic()
         requests = request_views(self._state, lambda at: at + wall)
         parked = [self._parked(*one, wall) for one in islice(self._core.parked.waits(), MOST_WAITING)]
         nodes, num_more = self._tree
         memory = self._core.memory
         return EngineView(
-            self._clock(),
+            time.time(),
             requests + parked,
             max(0, len(self._state.waiting) - MOST_WAITING) + len(self._core.parked) - len(parked),
             [step for step in self._steps if step.id > query.after_step],
@@ -150,7 +148,7 @@ class Recorder(StepLog):
                 return
 
     def _tell(self, name: str, kind: EventKind, value: int = 0, total: int = 0) -> None:
-        self._events.append(EventView(self._num_events, self._clock(), name, kind, value, total))
+        self._events.append(EventView(self._num_events, time.time(), name, kind, value, total))
         self._num_events += 1
 
 

@@ -61,7 +61,7 @@ class StepProgram:
         platform = tables.tables.device.type
         target, hidden = Target(platform), Target(platform, dtype)
         self._gather_decode, self._gather_mixed = GATHER_DECODE.bind(target), GATHER_MIXED.bind(target)
-        self._gather_rows, self._place_drafts = GATHER_ROWS.bind(hidden), PLACE_DRAFTS.bind(target)
+        self.select, self._place_drafts = GATHER_ROWS.bind(hidden), PLACE_DRAFTS.bind(target)
         limit = 2 * max(8, rows.scratch_row, max_samples)  # samples are padded, to less than twice their number
         self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
 
@@ -164,10 +164,6 @@ class StepProgram:
     def taps(self) -> bool:
         """Whether a drafter reads layers before the last."""
         return isinstance(self.model, DecoderLM) and bool(self.model.taps)
-
-    def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """hidden[tokens]"""
-        return self._gather_rows(hidden, tokens)
 
     def place_drafts(self, lists: InputLists[Tensor]) -> None:
         """Put a step's drafts behind the known tokens of their rows, and correct the lists' contexts. No sync."""

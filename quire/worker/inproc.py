@@ -96,14 +96,14 @@ class InProcExecutor(Executor):
         self._worker.learn(returned)
 
     def mask_room(self, count: int) -> Masks:
-        return self._worker.mask_room(count)
+        return self._worker.runner.sampler.masks.room(count)
 
     def capture_next(self) -> bool:
         if not self._prepares:
             return False
         begin = time.perf_counter()
         try:
-            self._prepares = self._worker.capture_next()
+            self._prepares = self._worker.runner.capture_next()
         except Exception as error:  # the step that needs it will tell, if it ever comes
             logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
             self._prepares = False

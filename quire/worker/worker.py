@@ -45,7 +45,6 @@ from quire.runner.sampling.sharded import VocabShard
 from quire.runner.stages import NoSampler, Stage, StageInputs
 from quire.runner.ways import make_ways
 from quire.types.errors import EngineDeadError
-from quire.types.masks import Masks
 from quire.types.step import Returned, StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
@@ -153,14 +152,6 @@ class Worker:
     def execute(self, plan: StepPlan) -> RunningStep:
         self._balancer.before_step(plan.step_id)
         return self.runner.execute(plan)
-
-    def capture_next(self) -> bool:
-        """Do something that steps to come will need, if there is anything; False if not."""
-        return self.runner.capture_next()
-
-    def mask_room(self, count: int) -> Masks:
-        """The buffer into which this number of masks is best written for `sample`; always the same memory."""
-        return self.runner.sampler.masks.room(count)
 
     def sleep(self, level: int) -> str:
         """Give memory back; level 1 keeps the weights in host memory, which on the CPU is where they are."""

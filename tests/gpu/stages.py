@@ -83,7 +83,7 @@ class StagesInOneProcess(Executor):
         return LocalStep(self, running)
 
     def capture_next(self) -> bool:
-        prepared = [worker.capture_next() for worker in self.workers]
+        prepared = [worker.runner.capture_next() for worker in self.workers]
         return any(prepared)
 
     def is_sticky(self, error: Exception) -> bool:

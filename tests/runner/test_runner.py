@@ -133,7 +133,7 @@ def test_masks_of_a_step_that_failed_touch_no_other(
 def test_masks_made_in_the_workers_room(worker: Worker) -> None:
     step(worker, 0, {0: 5, 1: 5}, (start(0, PROMPT[:5]), start(1, PROMPT[:6])))
     running = worker.execute(StepPlan(1, [1, 0], [1, 1], mask_slots={1: 0, 0: 1}))
-    room = worker.mask_room(2)
+    room = worker.runner.sampler.masks.room(2)
     room.fill(0)
     room.view(np.uint32)[0, 150 // 32] = 1 << 150 % 32
     room.view(np.uint32)[1, 31 // 32] = 1 << 31
