@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.types.errors import RequestError
+from quire.types.errors import require
 from quire.types.outputs import LogprobsAtPosition
 from quire.types.request import FinishReason
 
@@ -29,24 +29,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the end-of-sequence token in the text of a completion."""
 
     def __post_init__(self) -> None:
-        _require(
-            type(self.beam_width) is int and 1 <= self.beam_width <= MAX_BEAM_WIDTH,
-            "beam_width",
-            self.beam_width,
-            f"an integer from 1 to {MAX_BEAM_WIDTH}",
-        )
-        _require(
-            type(self.max_tokens) is int and self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "an integer, 1 or more",
-        )
-        _require(
-            isinstance(self.length_penalty, int | float) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
-            "length_penalty",
-            self.length_penalty,
-            f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
-        )
+        width, most, penalty = self.beam_width, self.max_tokens, self.length_penalty
+        is_width = type(width) is int and 1 <= width <= MAX_BEAM_WIDTH
+        require(is_width, "beam_width", width, f"an integer from 1 to {MAX_BEAM_WIDTH}")
+        require(type(most) is int and most >= 1, "max_tokens", most, "an integer, 1 or more")
+        is_penalty = isinstance(penalty, int | float) and abs(penalty) <= MAX_LENGTH_PENALTY
+        allowed = f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        require(is_penalty, "length_penalty", penalty, allowed)
 
 
 class BeamSearchSequence(msgspec.Struct, frozen=True):
@@ -66,8 +55,3 @@ class BeamSearchOutput(msgspec.Struct, frozen=True):
     """The best sequences for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
-
-
-def _require(condition: bool, field: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise RequestError(f"{field} is {value!r} but must be {allowed}", field)

@@ -76,6 +76,12 @@ class RequestError(QuireError, ValueError):
         self.field = field
 
 
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Refuse a request in which the value of a field is not what is allowed."""
+    if not condition:
+        raise RequestError(f"{field} is {value!r} but must be {allowed}", field)
+
+
 class DuplicateRequestError(RequestError):
     """A request has the id of one that has not ended."""
 
@@ -132,22 +138,14 @@ class ContextLengthError(RequestError):
     `num_tokens` is the length of the prompt, or a number of tokens that it is known to exceed.
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        field: str | None = "prompt",
-        *,
-        exact: bool = True,
-        pools: bool = False,
-    ) -> None:
+    def __init__(self, num_tokens: int, max_model_len: int, *, exact: bool = True, pools: bool = False) -> None:
         # Clients look for the words up to the first number: they are OpenAI's.
         super().__init__(
             f"this model's maximum context length is {max_model_len} tokens,"
             f"{'' if pools else ' prompt and output together,'} but the"
             f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set"
             " truncate_prompt_tokens=-1, or start with a larger max_model_len",
-            field,
+            "prompt",
         )
         self.num_tokens = num_tokens
         self.max_prompt_tokens = max_model_len - (not pools)

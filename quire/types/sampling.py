@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from quire.types.errors import RequestError
+from quire.types.errors import RequestError, require
 from quire.types.structured import StructuredOutputsParams
 
 # Below this, dividing logits by the temperature overflows float32; it is treated as greedy.
@@ -68,13 +68,13 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
             value, field = getattr(self, name), f"{_DETECTION}.{name}"
-            _require(type(value) is int and value >= 0, field, value, "an integer, 0 or more")
+            require(type(value) is int and value >= 0, field, value, "an integer, 0 or more")
         largest = self.max_pattern_size
         within = largest <= MAX_PATTERN_SIZE
-        _require(within, f"{_DETECTION}.max_pattern_size", largest, f"at most {MAX_PATTERN_SIZE}")
+        require(within, f"{_DETECTION}.max_pattern_size", largest, f"at most {MAX_PATTERN_SIZE}")
         least, allowed = self.min_pattern_size, f"at most max_pattern_size ({largest})"
-        _require(least <= largest, f"{_DETECTION}.min_pattern_size", least, allowed)
-        _require(self.min_count >= 2 or largest == 0, f"{_DETECTION}.min_count", self.min_count, "at least 2")
+        require(least <= largest, f"{_DETECTION}.min_pattern_size", least, allowed)
+        require(self.min_count >= 2 or largest == 0, f"{_DETECTION}.min_count", self.min_count, "at least 2")
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
@@ -181,25 +181,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_types(self) -> None:
         for name, kinds, allowed in _EXACT:
             if type(value := getattr(self, name)) not in kinds:
-                _require(False, name, value, allowed)
+                require(False, name, value, allowed)
         for name in _NUMBERS:
             if not isinstance(value := getattr(self, name), int | float):
-                _require(False, name, value, "a number")
+                require(False, name, value, "a number")
         for name in _LISTS:
             is_list = isinstance(value := getattr(self, name), tuple)
             if not is_list and (value is not None or name != "allowed_token_ids"):
-                _require(False, name, value, "a list")
+                require(False, name, value, "a list")
         for name in ("stop", "bad_words"):
             strings = getattr(self, name)
-            _require(all(isinstance(string, str) for string in strings), name, strings, "strings")
+            require(all(isinstance(string, str) for string in strings), name, strings, "strings")
         bias = self.logit_bias
         numbers = bias is None or (isinstance(bias, dict) and all(isinstance(b, int | float) for b in bias.values()))
-        _require(numbers, "logit_bias", bias, "a dict from token ids to numbers")
+        require(numbers, "logit_bias", bias, "a dict from token ids to numbers")
         for name, kind in (("structured_outputs", StructuredOutputsParams), (_DETECTION, RepetitionDetectionParams)):
             if (value := getattr(self, name)) is not None and not isinstance(value, kind):
-                _require(False, name, value, f"{kind.__name__}(...)")
+                require(False, name, value, f"{kind.__name__}(...)")
         for name, choices, allowed in _CHOICES:
-            _require(getattr(self, name) in choices, name, getattr(self, name), allowed)
+            require(getattr(self, name) in choices, name, getattr(self, name), allowed)
 
     def _check_values(self) -> None:
         for name, most, kind in _COUNTS:
@@ -208,15 +208,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError(f"{name} holds {count} {kind}; give at most {most}", name)
         for name, holds, allowed in _RULES:
             if (value := getattr(self, name)) is not None and not holds(value):
-                _require(False, name, value, allowed)
+                require(False, name, value, allowed)
         for name, low, high in _RANGES:
             if not low <= (value := getattr(self, name)) <= high:
-                _require(False, name, value, f"between {low:g} and {high:g}")
+                require(False, name, value, f"between {low:g} and {high:g}")
         most_tokens, least_tokens = self.max_tokens, self.min_tokens
         if most_tokens is not None and least_tokens > most_tokens:
-            _require(False, "min_tokens", least_tokens, f"at most max_tokens ({most_tokens})")
+            require(False, "min_tokens", least_tokens, f"at most max_tokens ({most_tokens})")
         in_text = not self.stop or self.detokenize
-        _require(in_text, "stop", self.stop, "used with detokenize=True: it is matched in text")
+        require(in_text, "stop", self.stop, "used with detokenize=True: it is matched in text")
         longest = max(map(len, self.bad_words), default=0)
         if longest > MAX_BAD_WORD_LENGTH:
             raise RequestError(
@@ -225,7 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for token, bias in (self.logit_bias or {}).items():
             allowed = f"between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
-            _require(abs(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{token}: {bias}", allowed)
+            require(abs(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{token}: {bias}", allowed)
 
 
 # What fields that are not None must be, and how that is said.
@@ -288,17 +288,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def __post_init__(self) -> None:
         tasks = get_args(PoolingTask)
-        _require(self.task is None or self.task in tasks, "task", self.task, f"one of {', '.join(tasks)}")
+        require(self.task is None or self.task in tasks, "task", self.task, f"one of {', '.join(tasks)}")
         active = self.use_activation
-        _require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
+        require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
         size, tag = self.dimensions, self.step_tag_id
-        _require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
-        _require(tag is None or (type(tag) is int and tag >= 0), "step_tag_id", tag, "a token id")
+        require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
+        require(tag is None or (type(tag) is int and tag >= 0), "step_tag_id", tag, "a token id")
         keep, allowed = self.truncate_prompt_tokens, "-1 (the model's limit) or positive"
         is_count = keep is None or (type(keep) is int and (keep == -1 or keep >= 1))
-        _require(is_count, "truncate_prompt_tokens", keep, allowed)
-
-
-def _require(condition: bool, field: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise RequestError(f"{field} is {value!r} but must be {allowed}", field)
+        require(is_count, "truncate_prompt_tokens", keep, allowed)
