@@ -226,7 +226,8 @@ class Scheme:
         """The codes that stand for 0: one for all, or float32 beside each scale."""
         if self.zeros is None or self.zeros.implied is not None:
             return 0.0 if self.zeros is None or self.zeros.implied is None else self.zeros.implied
-        return self._elements(tensors["zeros"], self.zeros.packing) + self.zeros.offset
+        stored, packing = tensors["zeros"], self.zeros.packing
+        return element_values(self.element, stored if packing is None else packing.unpack(stored)) + self.zeros.offset
 
     def codes(self, tensors: Mapping[Role, Tensor], shape: tuple[int, int]) -> Tensor:
         """Unpacked elements [rows, columns], each an integer or a number of its tensor's type."""
@@ -242,9 +243,6 @@ class Scheme:
         if self.scales.columns is None:
             return grid.expand(-1, count)
         return grid.repeat_interleave(self.scales.columns // columns, 1)[:, :count]
-
-    def _elements(self, stored: Tensor, packing: Packing | None) -> Tensor:
-        return element_values(self.element, stored if packing is None else packing.unpack(stored))
 
     def _spread(self, grid: Tensor, shape: tuple[int, int], group_index: Tensor | None) -> Tensor:
         """A number for each group -> one for each element of the matrix, or what broadcasts to that."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -104,9 +102,6 @@ class Mamba2Mixer(RecurrentMixer):
         self._conv, self._scan = SHORT_CONV.bind(ctx.target), STATE_SPACE.bind(ctx.target)
         self._gate = GATE.bind(ctx.target)
 
-    def _scaled_parts(self, projected: Tensor) -> Iterable[tuple[Tensor, float]]:
-        return zip(projected.split(self._scaled_sizes, dim=-1), self._scales, strict=True)
-
     @classmethod
     def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         channels = kind.num_heads * kind.value_dim + 2 * kind.num_key_heads * kind.key_dim
@@ -115,7 +110,8 @@ class Mamba2Mixer(RecurrentMixer):
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         projected = whole(self.in_proj(hidden))
         if self._scales:
-            projected = torch.cat([part * scale for part, scale in self._scaled_parts(projected)], dim=-1)
+            parts = zip(projected.split(self._scaled_sizes, dim=-1), self._scales, strict=True)
+            projected = torch.cat([part * scale for part, scale in parts], dim=-1)
         gate, xbc, dt = projected.split(self._sizes, dim=-1)
         place = self.state.place(batch)
         xbc = self._conv(xbc, self.conv1d.weight, self.conv1d.bias, True, *place)
