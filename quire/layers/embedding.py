@@ -5,34 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from quire.layers.adapters import Adaptable, AdapterSizes, LinearAdapters, LoraPair
 from quire.layers.fusion import whole
-from quire.layers.linear import Linear, Piece
+from quire.layers.linear import Linear, MatrixLayer, Piece
 from quire.layers.quant.base import LinearMethod, MatrixSpec, TableMethod
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, part_of, part_scheme
-from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
+from quire.layers.weights import NO_SCHEMES, Schemes
 from quire.ops.base import Target
 from quire.ops.scale import SCALE, SOFT_CAP
 from quire.ops.select import CLEAR_OUTSIDE_RANGE, TOKENS_IN_RANGE
 from quire.parallel.groups import ParallelGroup
 
 
-class VocabParallelEmbedding(WeightedLayer, Adaptable):
+class VocabParallelEmbedding(MatrixLayer):
     """A [vocab, hidden] table; each rank holds a range of tokens and the ranks' rows are summed."""
 
     method: TableMethod
 
     def __init__(self, vocab_size: int, hidden_size: int, *, target: Target, group: ParallelGroup) -> None:
-        super().__init__()
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        super().__init__(bias=False, target=target)
+        self.vocab_size, self.hidden_size, self._group = vocab_size, hidden_size, group
         self.first_token, self.num_tokens = group.share_of(vocab_size, "vocabulary")
         self._local, self._clear = TOKENS_IN_RANGE.bind(target), CLEAR_OUTSIDE_RANGE.bind(target)
-        self._target, self._group, self._device = target, group, torch.get_default_device()
-        self.adapters: LinearAdapters | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [n] -> [n, hidden]."""
@@ -63,16 +60,13 @@ class VocabParallelEmbedding(WeightedLayer, Adaptable):
         with self._device:
             return LinearAdapters(self.hidden_size, (self.num_tokens,), sizes, self._target)
 
-    def weight_names(self) -> tuple[str, ...]:
-        return ("weight",)
-
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         return {None: (self.vocab_size, self.hidden_size)}
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         spec = MatrixSpec(self.hidden_size, (self.num_tokens,), False, self._target, path, "table")
         with self._device:
-            method = choose_method(spec, [self._loaded_scheme(schemes)])
+            method = choose_method(spec, self._loaded_schemes(schemes))
         assert isinstance(method, TableMethod)
         self.method = method
         return self
@@ -80,15 +74,9 @@ class VocabParallelEmbedding(WeightedLayer, Adaptable):
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         self.method.load(0, part_of(weight, 0, self.first_token, self.num_tokens))
 
-    def finish(self) -> None:
-        self.method.finish()
-
-    def planned_bytes(self, schemes: Schemes) -> int:
-        return self.method.planned_bytes([self._loaded_scheme(schemes)])
-
-    def _loaded_scheme(self, schemes: Schemes) -> Scheme:
+    def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
         stored = schemes.get(("weight", None), F32)
-        return part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)
+        return [part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)]
 
 
 class TiedProjection(Adaptable):

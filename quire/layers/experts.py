@@ -9,14 +9,14 @@ from typing import Literal, Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from quire.layers.adapters import Adaptable, AdapterSizes, ExpertAdapters, LoraPair, TokenTiles
+from quire.layers.adapters import AdapterSizes, ExpertAdapters, LoraPair, TokenTiles
 from quire.layers.fusion import ROWS, Forms, Passed, RankSum, whole
-from quire.layers.linear import Linear, Piece
+from quire.layers.linear import Linear, MatrixLayer, Piece
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
 from quire.layers.quant.plain import PlainLinear
 from quire.layers.quant.registry import choose_grouped
 from quire.layers.scheme import F32, Scheme, Weight, as_tensor, matrix_of, part_of, part_scheme, rows_of
-from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
+from quire.layers.weights import NO_SCHEMES, Filling, Schemes, empty_parameter
 from quire.ops.base import Target
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing, weigh
@@ -133,7 +133,7 @@ class GroupedKind(TypedDict):
     group: ParallelGroup
 
 
-class GroupedLinear(WeightedLayer, Adaptable):
+class GroupedLinear(MatrixLayer):
     """A matrix for each expert, built from pieces one above the other.
 
     A checkpoint has a tensor for each piece of each expert ("7.up_proj"), one for a piece of all experts
@@ -141,6 +141,7 @@ class GroupedLinear(WeightedLayer, Adaptable):
     """
 
     method: GroupedMethod
+    adapters: ExpertAdapters | None
 
     def __init__(
         self,
@@ -152,15 +153,13 @@ class GroupedLinear(WeightedLayer, Adaptable):
         **kind: Unpack[GroupedKind],
     ) -> None:
         """`held`: the experts whose matrices are here; None: all."""
-        super().__init__()
+        super().__init__(bias=kind["bias"], target=kind["target"])
         self.num_experts = self.num_matrices = num_experts
         self.full_in_features = in_features
         self.held = held or range(num_experts)
         self.in_start, self.in_features = in_slice or (0, in_features)
-        self._pieces, self._bias, self._layout, self._group = pieces, kind["bias"], kind["layout"], kind["group"]
-        self._target, self._device = kind["target"], torch.get_default_device()
+        self._pieces, self._layout, self._group = pieces, kind["layout"], kind["group"]
         self.itemsize = self._target.dtype.itemsize  # of activations
-        self.adapters: ExpertAdapters | None = None
 
     def takes(self, sizes: AdapterSizes) -> bool:
         return sizes.on_experts
@@ -194,9 +193,6 @@ class GroupedLinear(WeightedLayer, Adaptable):
         with self._device:
             self.method = choose_grouped(spec, self._loaded_schemes(schemes))
         return self
-
-    def weight_names(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self._bias else ("weight",)
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         return {
@@ -239,13 +235,6 @@ class GroupedLinear(WeightedLayer, Adaptable):
             matrix = matrix_of(weight, expert) if number == "all" else weight
             for index, rows in self._parts(matrix, name or None):
                 yield expert, index, rows
-
-    def finish(self) -> None:
-        self.method.finish()
-
-    def planned_bytes(self, schemes: Schemes) -> int:
-        bias = 0 if self.method.bias is None else self.method.bias.nbytes
-        return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
 
     def _shape(self, parameter: str, outputs: int) -> tuple[int, ...]:
         return (outputs, self.full_in_features) if parameter == "weight" else (outputs,)

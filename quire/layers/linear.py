@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from quire.layers.adapters import Adaptable, AdapterSizes, LinearAdapters, LoraPair
 from quire.layers.fusion import Form, Forms, Passed, RankSum, Stage, whole
-from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec, Shrinking
+from quire.layers.quant.base import LinearMethod, MatrixMethod, MatrixRole, MatrixSpec, Shrinking
 from quire.layers.quant.in_parts import NUM_PARTS, InParts
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme, rows_of
@@ -34,7 +35,32 @@ class Piece:
     size: int
 
 
-class Linear(WeightedLayer, Stage, Adaptable):
+class MatrixLayer(WeightedLayer, Adaptable):
+    """A layer whose matrices and biases are kept by a method."""
+
+    method: MatrixMethod
+
+    def __init__(self, *, bias: bool, target: Target) -> None:
+        super().__init__()
+        self._bias, self._target, self._device = bias, target, torch.get_default_device()
+        self.adapters = None
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self._bias else ("weight",)
+
+    def finish(self) -> None:
+        self.method.finish()
+
+    def planned_bytes(self, schemes: Schemes) -> int:
+        bias = 0 if self.method.bias is None else self.method.bias.nbytes
+        return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
+
+    @abstractmethod
+    def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
+        """The scheme in which the method gets each piece of what is stored so."""
+
+
+class Linear(MatrixLayer, Stage):
     """y = x @ weight^T + bias, built from pieces one above the other.
 
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
@@ -53,15 +79,12 @@ class Linear(WeightedLayer, Stage, Adaptable):
         target: Target,
         in_slice: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(bias=bias, target=target)
         self.full_in_features = in_features
         self.in_start, self.in_features = in_slice or (0, in_features)
-        self.out_features = sum(piece.size for piece in pieces)
-        self._pieces, self._bias = tuple(pieces), bias
-        self._target, self._device = target, torch.get_default_device()
+        self.out_features, self._pieces = sum(piece.size for piece in pieces), tuple(pieces)
         self._beside: Shrinking | None = None
         self._split_k: Callable[[Tensor], Tensor | PartialSums] | None = None
-        self.adapters: LinearAdapters | None = None
 
     def takes(self, sizes: AdapterSizes) -> bool:
         return self.role != "router"
@@ -118,9 +141,6 @@ class Linear(WeightedLayer, Stage, Adaptable):
         if num_bytes:
             yield LedgerLine("unpacked weights", num_bytes, "the largest matrix that prompts unpack", in_step=True)
 
-    def weight_names(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self._bias else ("weight",)
-
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         tail = (self.full_in_features,) if parameter == "weight" else ()
         return {piece.name: (piece.full_size, *tail) for piece in self._pieces}
@@ -153,15 +173,7 @@ class Linear(WeightedLayer, Stage, Adaptable):
                 return {index: LoraPair(down, as_tensor(self._taken(index, pair.up.T.contiguous(), 0)).T)}
         raise KeyError(piece)
 
-    def finish(self) -> None:
-        self.method.finish()
-
-    def planned_bytes(self, schemes: Schemes) -> int:
-        bias = 0 if self.method.bias is None else self.method.bias.nbytes
-        return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
-
     def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
-        """The scheme in which the method gets each piece of what is stored so."""
         whole, row, loaded = schemes.get(("weight", None)), 0, []
         outputs = sum(piece.full_size for piece in self._pieces)
         for piece in self._pieces:
