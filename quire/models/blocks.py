@@ -86,13 +86,14 @@ class NoQKNorm(nn.Module):
     """Query and key features are used as they are."""
 
     hands_on = True  # what the projection gives goes to attention, whatever form it has
+    _norm: HeadNorm | None = None
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
 
     def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
         """(qkv, what attention is to do to each head before the rotation)."""
-        return qkv, None
+        return qkv, self._norm
 
 
 class PerHeadQKNorm(NoQKNorm):
@@ -105,9 +106,6 @@ class PerHeadQKNorm(NoQKNorm):
         self.k = RMSNorm(config.head_dim, target=ctx.target, **kind)
         self._norm = HeadNorm(self.q.weight, self.k.weight, config.norm_eps, config.norm_weight_offset)
 
-    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
-        return qkv, self._norm
-
 
 class UnitQKNorm(NoQKNorm):
     """Each head is normalized by itself, without a weight."""
@@ -118,9 +116,6 @@ class UnitQKNorm(NoQKNorm):
         super().__init__(config, ctx, num_heads, num_kv_heads)
         self.register_buffer("ones", torch.ones(config.head_dim, dtype=ctx.dtype), persistent=False)
         self._norm = HeadNorm(self.ones, self.ones, config.norm_eps, 0.0)
-
-    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
-        return qkv, self._norm
 
 
 class FullWidthQKNorm(NoQKNorm):
