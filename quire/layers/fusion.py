@@ -80,7 +80,6 @@ class Stage(nn.Module):
 
     def settle(self) -> None:
         """Tell the stages inside who reads whose result. The weights are loaded."""
-        return None
 
     def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
         """What it takes in a step beside its arguments and results; weights do not exist yet."""

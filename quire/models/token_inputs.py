@@ -25,11 +25,9 @@ class TokenInputs:
 
     def add_request(self, start: RowStart) -> None:
         """A request takes a row."""
-        return None
 
     def remove_request(self, row: int) -> None:
         """Forget the row; one that is not there does no harm."""
-        return None
 
     def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
         """Whether the next step must run eagerly: counts[i] tokens of rows[i] from computed[rows[i]] on."""
@@ -41,7 +39,6 @@ class TokenInputs:
 
     def give(self, hidden: Tensor | None) -> None:
         """Hidden states of the tokens that come next, for what takes those as embeddings; None: no longer."""
-        return None
 
     def embeds(self, input_ids: Tensor, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor | None:
         """[n, hidden] in place of the (scaled) rows of the model's table; None: all come from there. No sync."""

@@ -35,7 +35,6 @@ class NoPooling:
 
     def remove_request(self, row: int) -> None:
         """Forget the row; one that is not there does no harm."""
-        return None
 
     def wants_every_token(self, rows: list[int]) -> bool:
         """Whether one of these rows reads more than the hidden state of its last token."""

@@ -17,7 +17,6 @@ class TokenShares:
 
     def begin(self, state: SchedulerState, step: StepDraft) -> None:
         """A step is about to be planned."""
-        return None
 
     def of_running(
         self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
@@ -54,7 +53,6 @@ class TokenShares:
 
     def measured(self, work: StepWork, seconds: float) -> None:
         """A step with this work took `seconds`."""
-        return None
 
 
 class WholePrompts(TokenShares):
