@@ -16,10 +16,6 @@ from quire.types.request import EngineRequest
 _QUIET = 1.0  # seconds without work after which there may be none for a while
 
 
-def ignore_reply(reply: Reply) -> None:
-    """Nobody sends commands."""
-
-
 class EngineLoop:
     """One core driven either by its caller (`run_once`) or by a thread or process (`run`).
 
@@ -27,7 +23,7 @@ class EngineLoop:
     """
 
     def __init__(self, core: EngineCore, *, debug_checks: bool = False, quiet: float = _QUIET) -> None:
-        self.on_reply: Callable[[Reply], None] = ignore_reply
+        self.on_reply: Callable[[Reply], None] = lambda reply: None
         """Told, on the thread that runs the loop, what came of each command."""
         self._core = core
         self._answers: list[EngineOutput] = []  # of requests that no step has to run for

@@ -47,21 +47,13 @@ class _Parked:
     waits_for: set[str]  # names of conditions
 
 
-def ignore_taken(request_id: str, condition: str) -> None:
-    """Nobody keeps what became ready when."""
-
-
-def ignore_news() -> None:
-    """Nobody sleeps while requests are parked."""
-
-
 class ParkedRequests:
     """Everything but the completion of futures happens on the engine's thread."""
 
     def __init__(self, conditions: Sequence[Condition]) -> None:
-        self.on_news: Callable[[], None] = ignore_news
+        self.on_news: Callable[[], None] = lambda: None
         """Called on some thread whenever `take_ready` has something new to say."""
-        self.on_taken: Callable[[str, str], None] = ignore_taken
+        self.on_taken: Callable[[str, str], None] = lambda request_id, condition: None
         """Told, in `take_ready`, of each request that gets what it waited for, and the name of that condition."""
         self.conditions = conditions
         self._parked: dict[str, _Parked] = {}

@@ -11,9 +11,8 @@ from quire.platform.base import DefaultMemory, MemorySupply, Platform
 from quire.platform.limits import available_memory, machine_memory
 
 _ENOUGH_KV = 1 << 30  # for some requests of usual length; a laptop runs other things too
-_DEFAULT_THREADS = (
-    torch.get_num_threads()
-)  # read before an engine changes it: one per core, or as OMP_NUM_THREADS says
+# Read before an engine changes it: one per core, or as OMP_NUM_THREADS says.
+_DEFAULT_THREADS = torch.get_num_threads()
 
 
 class CpuPlatform(Platform):

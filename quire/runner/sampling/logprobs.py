@@ -6,6 +6,7 @@ They are taken from the logits before any sampling parameter has changed them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -17,29 +18,37 @@ from quire.platform.transfer import upload
 from quire.runner.sampling.base import sampling_params
 from quire.types.step import RowStart, TokenLogprobs
 
+_Asked = TypeVar("_Asked")
 GatherLogprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # the op `logprobs`, bound
 
 
-class Logprobs:
+class _AskingRows(Generic[_Asked]):
+    """Rows that ask for something."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, _Asked] = {}
+
+    def remove_request(self, row: int) -> None:
+        self._asked.pop(row, None)
+
+    def wanted(self, row_list: list[int]) -> dict[int, _Asked]:
+        """Place in the batch -> what is asked for, of those rows that do."""
+        if not self._asked:
+            return {}
+        return {place: self._asked[row] for place, row in enumerate(row_list) if row in self._asked}
+
+
+class Logprobs(_AskingRows[int]):
     """Knows which rows want log-probabilities, and of how many top tokens beside the chosen one."""
 
     def __init__(self, vocab_size: int) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
-        self._counts: dict[int, int] = {}
 
     def add_request(self, row: int, start: RowStart) -> None:
         count = sampling_params(start).logprobs
         if count is not None:
-            self._counts[row] = resolve_count(count, self._vocab_size)
-
-    def remove_request(self, row: int) -> None:
-        self._counts.pop(row, None)
-
-    def wanted(self, row_list: list[int]) -> dict[int, int]:
-        """Place in the batch -> number of top logprobs, for those rows that want any."""
-        if not self._counts:
-            return {}
-        return {place: self._counts[row] for place, row in enumerate(row_list) if row in self._counts}
+            self._asked[row] = resolve_count(count, self._vocab_size)
 
 
 def resolve_count(count: int, vocab_size: int) -> int:
@@ -77,25 +86,16 @@ def prompt_logprobs(gather: GatherLogprobs, logits: Tensor, target_ids: Tensor, 
 _MAX_COPIES = 16
 
 
-class AskedLogprobs:
+class AskedLogprobs(_AskingRows[tuple[int, ...]]):
     """Knows which rows name token ids. Their steps run eagerly: captured ones have no room for the answers."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._gather = LOGPROBS.bind(Target(device.type))
-        self._ids: dict[int, tuple[int, ...]] = {}
 
     def add_request(self, row: int, start: RowStart) -> None:
         if ids := sampling_params(start).logprob_token_ids:
-            self._ids[row] = ids
-
-    def remove_request(self, row: int) -> None:
-        self._ids.pop(row, None)
-
-    def wanted(self, row_list: list[int]) -> dict[int, tuple[int, ...]]:
-        """Place in the batch -> token ids, for those rows that name any."""
-        if not self._ids:
-            return {}
-        return {place: self._ids[row] for place, row in enumerate(row_list) if row in self._ids}
+            self._asked[row] = ids
 
     def gather(self, logits: Tensor, wanted: Mapping[int, Sequence[int]]) -> Tensor:
         """[n, 2] int32: the rank of each of the n tokens and the bits of its log-probability, in order. No sync.
