@@ -19,10 +19,7 @@ from quire.parallel.groups import ParallelGroup
 class ResidualMerge(Stage):
     """Stands where a norm would merge the residual stream, and only merges."""
 
-    @property
-    def accepts(self) -> Forms:
-        """What `merge` takes."""
-        return ROWS | {Form.PARTIAL_SUMS}
+    accepts = ROWS | {Form.PARTIAL_SUMS}  # of `merge`
 
     def merge(self, hidden: Passed, residual: Stream | None) -> tuple[Passed, Stream]:
         """(what the block after it reads, residual + hidden); before the first layer there is no residual.
@@ -92,6 +89,7 @@ class LayerNorm(WeightedLayer, ResidualMerge):
     """(x - mean) / deviation * weight + bias over the last dimension."""
 
     __call__: Callable[..., Tensor]
+    accepts = ROWS
     bias: Tensor
 
     def __init__(self, width: int, *, eps: float, target: Target, bias: bool = True) -> None:
@@ -103,10 +101,6 @@ class LayerNorm(WeightedLayer, ResidualMerge):
         else:
             self.register_buffer("bias", torch.zeros(width, dtype=target.dtype), persistent=False)
         self._norm, self._add_norm = LAYER_NORM.bind(target), ADD_LAYER_NORM.bind(target)
-
-    @property
-    def accepts(self) -> Forms:
-        return ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.bias, self.eps)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch
-from quire.layers.fusion import PLAIN, Forms, Passed, Stage, whole
+from quire.layers.fusion import PLAIN, Passed, Stage, whole
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.norm import ParallelRMSNorm
 from quire.models.base import BuildContext
@@ -28,6 +28,7 @@ from quire.ops.states import StateShape
 class Lightning(RecurrentMixer):
     """Linear attention whose heads decay by constants, a norm over all heads, a gate."""
 
+    accepts = PLAIN
     decays: Tensor  # [heads] float32
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
@@ -47,10 +48,6 @@ class Lightning(RecurrentMixer):
     @classmethod
     def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         return StateShape(0, 1, kind.num_heads, kind.num_heads, kind.key_dim, kind.key_dim)
-
-    @property
-    def accepts(self) -> Forms:
-        return PLAIN
 
     def forward(self, hidden: Passed, rotation: Rotation, batch: ForwardBatch) -> Passed:
         x = whole(hidden)

@@ -136,6 +136,7 @@ class CudaGraphs:
         self._every_hidden = every_hidden
         self._leaves_last = every_hidden is not None and not program.taps  # so every layer computes all tokens
         self._program, self._sizes, self._hidden = program, sizes, hidden
+        self.step_sizes = sizes.mixed
         self._forward_pool, self._sample_pool = forward, sample
         self._sample_rows = torch.full_like(hidden[:, 0], program.rows.scratch_row, dtype=torch.int64)
         self._ahead = torch.zeros_like(self._sample_rows, dtype=torch.int32)  # of steps with drafts
@@ -173,10 +174,6 @@ class CudaGraphs:
         if captured.keeps:
             every_hidden = platform.zeros((captured.max_tokens, context.kept_width), context.dtype)
         return cls(program, captured, *pools, hidden, every_hidden)
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return self._sizes.mixed
 
     @torch.inference_mode()
     def forward(self, step: Step) -> bool:

@@ -28,15 +28,12 @@ class Padding:
 
 class Eager:
     name = "eager"
+    step_sizes = ()
 
     def __init__(
         self, program: StepProgram, head: LogitsHead, prompt_logprobs: PromptLogprobs, padding: Padding
     ) -> None:
         self._program, self._head, self._prompt_logprobs, self._padding = program, head, prompt_logprobs, padding
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return ()
 
     def capture_next(self) -> bool:
         return False

@@ -42,6 +42,7 @@ _MOST_ROWS = 5
 
 class KernelList:
     name = "kernel list"
+    step_sizes = ()
 
     def __init__(
         self,
@@ -96,10 +97,6 @@ class KernelList:
     @property
     def is_recorded(self) -> bool:
         return bool(self._forwards)
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return ()
 
     def capture_next(self) -> bool:
         """Trace a usual kind of sampling that is missing."""

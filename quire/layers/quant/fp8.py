@@ -20,6 +20,7 @@ _ROWS = 4096
 
 class Fp8Linear(LinearMethod):
     accepts = frozenset({Form.E4M3_PER_TOKEN})
+    kept, arithmetic = "fp8", "activations in fp8"
 
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__(spec)
@@ -48,14 +49,6 @@ class Fp8Linear(LinearMethod):
 
     def multiply_quantized(self, x: QuantizedActivations) -> Tensor:
         return self._prequantized(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
-
-    @property
-    def kept(self) -> str:
-        return "fp8"
-
-    @property
-    def arithmetic(self) -> str:
-        return "activations in fp8"
 
     def quantizes(self, scheme: Scheme) -> bool:
         return True

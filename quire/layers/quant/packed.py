@@ -96,11 +96,8 @@ class PackedTable(PackedLinear, TableMethod):
 
 
 class PackedGrouped(_Packed, GroupedMethod):
+    backend = "native"
     _matmul: GroupedMatmul
-
-    @property
-    def backend(self) -> str:
-        return "native"
 
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         self._take(expert, piece, rows)

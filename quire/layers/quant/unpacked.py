@@ -24,6 +24,8 @@ _KEPT: tuple[Role, ...] = (*GRIDS, "second_scale", "group_index")
 class UnpackedLinear(LinearMethod):
     """One stored matrix per piece, each in its own scheme; plain pieces and GGUF blocks are in the model's dtype."""
 
+    kept, arithmetic = "stored codes", "unpacked for each matmul"
+
     def __init__(self, spec: MatrixSpec, rounding: Rounding | None = None) -> None:
         super().__init__(spec)
         self._device, self._rounding = torch.get_default_device(), rounding
@@ -51,14 +53,6 @@ class UnpackedLinear(LinearMethod):
     def multiply(self, x: Tensor) -> Tensor:
         pieces = [as_tensor(self._pieces[piece]).to(x.dtype) for piece in sorted(self._pieces)]
         return self._matmul(x, torch.cat(pieces), self.bias, DIRECT)
-
-    @property
-    def kept(self) -> str:
-        return "stored codes"
-
-    @property
-    def arithmetic(self) -> str:
-        return "unpacked for each matmul"
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         if self._rounding is not None:
