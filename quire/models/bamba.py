@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
-from quire.models.mamba import MAMBA_NAMES, dt_limits
+from quire.models.mamba import BEHIND_MIXER, MAMBA_NAMES, dt_limits
 from quire.models.recurrent import moved
 
 
@@ -32,9 +32,7 @@ def mamba2_sizes(read: ConfigReader) -> RecurrentConfig:
 class Bamba(DecoderLM):
     weight_map = PRE_NORM_WEIGHTS.renaming(
         *moved("mamba", *MAMBA_NAMES),
-        ("pre_ff_layernorm", "mlp_norm"),
-        ("feed_forward", "mlp"),
-        ("final_layernorm", "norm"),
+        *BEHIND_MIXER,
     )
 
     @classmethod

@@ -205,6 +205,13 @@ class ConfigReader(dict[str, Any]):
             )
         return tuple(names[kind] for kind in types)
 
+    def mixers(self, names: Mapping[str, str], attends: Callable[[int], bool]) -> tuple[str, ...]:
+        """`kinds` of the config's layer_types, or by the architecture's rule which layers have full attention."""
+        other = next(name for name in names if name != "full_attention")
+        layers = range(self["num_hidden_layers"])
+        types = self.get("layer_types") or ["full_attention" if attends(layer) else other for layer in layers]
+        return self.kinds("layer_types", types, names)
+
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
         """The config's own list, or one made from the architecture's rule for layer i."""
         types = self.get("layer_types") or [
@@ -252,7 +259,7 @@ def read_config(
         "causal": read.get("is_causal", True),
         "sliding_windows": (None,) * num_layers,
         "mixers": ("attention",) * num_layers,
-        "mlps": ("gated",) * num_layers,
+        "mlps": ("gated" if flags.get("experts") is None else "experts",) * num_layers,
         **flags,
     }
     types = ["full_attention"] * num_layers

@@ -29,6 +29,7 @@ STACKED = {
     "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj", "all.gate_proj", "all.up_proj"),
     "down_proj": ("{i}.down_proj", "all.down_proj"),
 }
+EXPERT_MATRICES = (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))  # as Mixtral names them
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(
     rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES}, stack=STACKED

@@ -18,7 +18,7 @@ from quire.models.blocks import AttentionBlock, GatedMLP
 from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.models.kinds import Mixer
-from quire.models.mamba import MAMBA_NAMES
+from quire.models.mamba import BEHIND_MIXER, MAMBA_NAMES
 from quire.models.mamba_mixers import Mamba2Mixer
 from quire.models.recurrent import recurrent_of
 from quire.types.cache import LayerKV
@@ -77,9 +77,7 @@ class FalconH1(DecoderLM):
     weight_map = PRE_NORM_WEIGHTS.renaming(
         *((f"self_attn.{name}", f"self_attn.attn.{name}") for name in _ATTENTION),
         *((f"mamba.{name}", f"self_attn.mamba.{'gated_norm' if name == 'norm' else name}") for name in MAMBA_NAMES),
-        ("pre_ff_layernorm", "mlp_norm"),
-        ("feed_forward", "mlp"),
-        ("final_layernorm", "norm"),
+        *BEHIND_MIXER,
     )
 
     @classmethod

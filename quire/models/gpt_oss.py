@@ -35,7 +35,6 @@ class GptOss(DecoderLM):
             qkv_bias=read["attention_bias"],
             o_bias=read["attention_bias"],
             attention_sinks=True,
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(
                 read.first("num_local_experts", "num_experts"),
                 read["intermediate_size"],

@@ -8,7 +8,7 @@ from typing import Any
 from quire.models.bamba import mamba2_sizes
 from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
-from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.decoder import EXPERT_MATRICES, EXPERT_WEIGHTS, DecoderLM
 from quire.models.mamba import MAMBA_NAMES
 from quire.models.recurrent import moved
 from quire.ops.routing import Routing
@@ -37,7 +37,7 @@ class GraniteMoe(Granite):
         ("block_sparse_moe.input_linear", "mlp.experts.gate_up_proj"),
         ("block_sparse_moe.output_linear", "mlp.experts.down_proj"),
     ).renaming_first(  # of each expert alone, where they are quantized
-        ("block_sparse_moe.experts", "mlp.experts"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
+        ("block_sparse_moe.experts", "mlp.experts"), *EXPERT_MATRICES
     )
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
@@ -19,7 +18,7 @@ _DEFAULTS = {
 
 
 class Jamba(DecoderLM):
-    weight_map = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHTS.rename}).renaming(
+    weight_map = EXPERT_WEIGHTS.renaming_first(("feed_forward", "mlp")).renaming(
         *moved("mamba", *MAMBA_NAMES, "dt_layernorm", "b_layernorm", "c_layernorm"),
         ("pre_ff_layernorm", "mlp_norm"),
         ("final_layernorm", "norm"),

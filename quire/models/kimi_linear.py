@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
-from quire.models.decoder import DecoderLM
+from quire.models.decoder import EXPERT_MATRICES, DecoderLM
 from quire.models.deepseek import DEFAULTS, LATENT_EXPERTS, DeepseekV3
 from quire.models.dots1 import grouped_experts
 from quire.models.kimi_delta import KIMI_STACK
@@ -23,9 +23,7 @@ class KimiLinear(DecoderLM):
     """Kimi-Linear: Kimi delta attention, latent attention without RoPE in every fourth layer, DeepSeek-V3's
     experts."""
 
-    weight_map = KIMI_WEIGHTS.renaming_first(
-        ("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
-    )
+    weight_map = KIMI_WEIGHTS.renaming_first(("block_sparse_moe", "mlp"), *EXPERT_MATRICES)
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -36,9 +34,6 @@ class KimiLinear(DecoderLM):
         count = read["num_hidden_layers"]
         attending = of_linear.get("full_attn_layers")  # counted from 1
         attends = {layer - 1 for layer in attending} if attending is not None else set(range(4, count, 4))
-        types = read.get("layer_types") or [
-            "full_attention" if layer in attends else "linear_attention" for layer in range(count)
-        ]
         usual = with_usual_names(config, 1 << 20)
         defaults = {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "topk_group": 1}
         experts = grouped_experts(usual, **defaults)
@@ -47,7 +42,7 @@ class KimiLinear(DecoderLM):
         return replace(
             decoder,
             rope=(None,) * count,
-            mixers=read.kinds("layer_types", types, KIMI_MIXERS),
+            mixers=read.mixers(KIMI_MIXERS, attends.__contains__),
             recurrent=RecurrentConfig(
                 conv_width=of_linear.get("short_conv_kernel_size") or read["linear_conv_kernel_dim"],
                 num_heads=of_linear.get("num_heads") or read["linear_num_heads"],
@@ -92,13 +87,10 @@ class BailingHybrid(DeepseekV3):
         common = {"rope_theta": 6_000_000.0}
         decoder = read_latent({**usual, "q_lora_rank": None}, defaults=common, interleaved_rope=True, **experts)
         assert decoder.latent is not None
-        size, count = read["layer_group_size"], read["num_hidden_layers"]
-        types = read.get("layer_types") or [
-            "linear_attention" if (layer + 1) % size else "full_attention" for layer in range(count)
-        ]
+        size = read["layer_group_size"]
         return replace(
             decoder,
-            mixers=read.kinds("layer_types", types, KIMI_MIXERS),
+            mixers=read.mixers(KIMI_MIXERS, lambda layer: (layer + 1) % size == 0),
             latent=replace(decoder.latent, gated=True),
             recurrent=RecurrentConfig(
                 conv_width=read.first("linear_conv_kernel_dim", "short_conv_kernel_size"),

@@ -10,7 +10,7 @@ from quire.layers.attention import ForwardBatch
 from quire.layers.fusion import Passed, whole
 from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
-from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.decoder import EXPERT_MATRICES, EXPERT_WEIGHTS, DecoderLM
 from quire.models.recurrent import RecurrentMixer, moved
 from quire.ops.recurrent import GATED_CONV
 from quire.ops.routing import Routing
@@ -39,7 +39,7 @@ class ShortConv(RecurrentMixer):
 
 
 MIXER_OF = {"full_attention": "attention", "conv": "short_conv"}
-WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHTS.rename}).renaming(
+WEIGHTS = EXPERT_WEIGHTS.renaming_first(("feed_forward", "mlp")).renaming(
     ("operator_norm", "attn_norm"),
     ("ffn_norm", "mlp_norm"),
     ("embedding_norm", "norm"),
@@ -48,9 +48,7 @@ WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHT
     ("k_layernorm", "qk_norm.k"),
     *moved("conv", "in_proj", "conv", "out_proj"),
     ("mlp.expert_bias", "mlp.router.choice_bias"),
-    ("w1", "gate_proj"),
-    ("w3", "up_proj"),
-    ("w2", "down_proj"),
+    *EXPERT_MATRICES,
 )
 
 
@@ -62,15 +60,11 @@ class Lfm2(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {"norm_eps": 1e-5, "conv_L_cache": 3})
-        num_layers = read["num_hidden_layers"]
         full = read.get("full_attn_idxs")
-        types = read.get("layer_types") or [
-            "full_attention" if full is None or layer in full else "conv" for layer in range(num_layers)
-        ]
         return read_config(
             {**config, "rms_norm_eps": read["norm_eps"], "intermediate_size": _width(read)},
             defaults={"rope_theta": 1_000_000.0, "tie_word_embeddings": read.get("tie_embedding", True)},
-            mixers=read.kinds("layer_types", types, MIXER_OF),
+            mixers=read.mixers(MIXER_OF, lambda layer: full is None or layer in full),
             qk_norm="head",
             recurrent=RecurrentConfig(
                 conv_width=read["conv_L_cache"],

@@ -113,5 +113,6 @@ class LongcatFlash(DecoderLM):
             scales_ranks=True,
             mixer="latent_pair",
             interleaved_rope=True,
+            mlps=("gated",) * count,
             experts=experts,
         )

@@ -13,6 +13,8 @@ from quire.types.errors import ModelError
 
 LONGEST = 1 << 17  # tokens that a config without a limit is taken to be for
 MAMBA_NAMES = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "dt_bias", "norm", "out_proj")
+# What hybrids call the norm and the MLP behind a mixer, and the last norm.
+BEHIND_MIXER = (("pre_ff_layernorm", "mlp_norm"), ("feed_forward", "mlp"), ("final_layernorm", "norm"))
 BACKBONE = WeightMap(
     rename={
         "backbone.embeddings": "model.embed_tokens",

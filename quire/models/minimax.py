@@ -93,10 +93,6 @@ class MiniMax(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {f"{name}_{kind}_factor": 1.0 for name in _FACTORS for kind in ("alpha", "beta")})
-        count = read["num_hidden_layers"]
-        types = read.get("layer_types") or [
-            "linear_attention" if layer % 2 else "full_attention" for layer in range(count)
-        ]
         names = {"linear_attention": "lightning", "full_attention": "attention"}
         linear, full, mlp = (
             (float(read[f"{name}_alpha_factor"]), float(read[f"{name}_beta_factor"])) for name in _FACTORS
@@ -105,7 +101,7 @@ class MiniMax(DecoderLM):
         base = Mixtral.decoder_config({**common, **config, "layer_types": None})
         return replace(
             base,
-            mixers=read.kinds("layer_types", types, names),
+            mixers=read.mixers(names, lambda layer: layer % 2 == 0),
             recurrent=RecurrentConfig(
                 num_heads=base.num_heads, key_dim=base.head_dim, scales=linear, beside=full, mlp=mlp
             ),

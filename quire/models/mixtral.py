@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, every_layer, read_config
-from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
+from quire.models.decoder import EXPERT_MATRICES, PRE_NORM_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
@@ -17,9 +17,7 @@ class Mixtral(DecoderLM):
         ("block_sparse_moe", "mlp"),
         ("mlp.gate", "mlp.router"),
         ("e_score_correction_bias", "choice_bias"),
-        ("w1", "gate_proj"),
-        ("w3", "up_proj"),
-        ("w2", "down_proj"),
+        *EXPERT_MATRICES,
     )
 
     @classmethod
@@ -29,7 +27,6 @@ class Mixtral(DecoderLM):
         return read_config(
             config,
             is_sliding=every_layer,
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(read["num_local_experts"], read["intermediate_size"], routing),
         )
 
@@ -50,7 +47,6 @@ class PhiMoe(DecoderLM):
             is_sliding=every_layer,
             layer_norms=True,
             head_bias=read.flag("lm_head_bias"),
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(read["num_local_experts"], read["intermediate_size"], routing),
         )
 
@@ -72,7 +68,6 @@ class MiniMaxM2(DecoderLM):
             config,
             defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
             qk_norm="full",
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(
                 read.first("num_local_experts", "num_experts"), read["intermediate_size"], routing, choice_bias=True
             ),

@@ -27,7 +27,6 @@ class Olmoe(DecoderLM):
             config,
             defaults=defaults,
             qk_norm="full",
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(read.first("num_experts", "num_local_experts"), read["intermediate_size"], routing),
         )
 
@@ -50,7 +49,6 @@ class HunYuanMoe(DecoderLM):
             config,
             defaults={"rms_norm_eps": 1e-5},
             qk_norm="head_rotated",
-            mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(
                 read.first("num_experts", "num_local_experts"),
                 width,

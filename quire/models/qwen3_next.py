@@ -41,10 +41,7 @@ class Qwen3Next(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, _SIZES)
-        interval, num_layers = read["full_attention_interval"], read["num_hidden_layers"]
-        types = read.get("layer_types") or [
-            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
-        ]
+        interval = read["full_attention_interval"]
         delta = "half_grouped_gated_delta" if read.flag("in_proj_qkv_apart") else cls.delta_mixer  # a GGUF file's
         mixers = {"linear_attention": delta, "full_attention": "gated_attention"}
         rope = read_config(
@@ -55,7 +52,7 @@ class Qwen3Next(DecoderLM):
             rope=rope,
             qk_norm="head",
             norm_weight_offset=1.0,
-            mixers=read.kinds("layer_types", types, mixers),
+            mixers=read.mixers(mixers, lambda layer: (layer + 1) % interval == 0),
             qkv_bias=read.flag("attention_bias"),
             o_bias=read.flag("attention_bias"),
             recurrent=RecurrentConfig(
