@@ -351,11 +351,15 @@ def _whole_prompt(spec: AttentionSpec, written: Written, span: slice) -> Tensor:
     assert written.keys is not None
     assert written.values is not None
     q, k, v = (x[span].transpose(0, 1)[None] for x in (written.query, written.keys, written.values))
+    return fused_attention(q, k, v, spec.scale)[0].transpose(0, 1).reshape(span.stop - span.start, -1)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of [1, heads, n, dim] by the fastest kernel of torch that takes them."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return out[0].transpose(0, 1).reshape(span.stop - span.start, -1)
 
 
 def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch) -> Tensor:

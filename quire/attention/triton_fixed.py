@@ -36,7 +36,7 @@ class FixedTritonAttention(TritonAttention):
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
         queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
-        segments = -(-max_model_len // self.segment_size(max_model_len)) + 1  # which the spare block may begin
+        segments = -(-max_model_len // segment_size(self.min_segment, max_model_len)) + 1  # which the spare block may begin
         return queries * segments * spec.num_heads * (spec.head_dim + 2) * 4
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
@@ -55,7 +55,8 @@ class FixedTritonAttention(TritonAttention):
         scale, cap, window = spec.scale * spec.kv_scales[0], spec.soft_cap, spec.kernel_window
         beside = spec.sinks, spec.kv_scales[1]
         max_len = batch.tables.shape[1] * batch.block_size
-        segment, keys = self.segment_size(max_len - batch.block_size), self.keys_at_a_time  # without the spare block
+        segment = segment_size(self.min_segment, max_len - batch.block_size)  # without the spare block
+        keys = self.keys_at_a_time
         whole = metadata.whole if written.keys is not None else ()
         for start, length in whole:
             assert written.keys is not None
@@ -85,10 +86,6 @@ class FixedTritonAttention(TritonAttention):
             cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=keys, num_warps=warps, num_stages=stages)
             tile_attention(*given, *tiles, out, scale, cap, window, cut, *beside)
         return out
-
-    def segment_size(self, max_len: int) -> int:
-        """Keys of a segment: a power of two, so that the longest context has at most MAX_SEGMENTS."""
-        return segment_size(self.min_segment, max_len)
 
     def choose_share(self, programs: int) -> tuple[int, int]:
         return next((share for limit, share in self.segment_shares if programs <= limit), _LEAST_SHARE)

@@ -1,4 +1,4 @@
-"""Latent attention with Triton kernels, dense and sparse: absorbed, and for long prompts by themselves unabsorbed."""
+"""Latent attention with Triton kernels, dense and sparse: absorbed, and for long prompts in one step unabsorbed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
-from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
+from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata, fused_attention
 from quire.attention.triton_fixed import FixedTritonAttention, segment_size
 from quire.kernels.triton.index import MOST_SCORES, SelectedKeys, prepare_index, select_rows
 from quire.kernels.triton.latent import FIXED_TOKENS, folded_up, folds, per_head, prepare_latent, tokens_at_once
@@ -38,41 +37,24 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         few = MAX_FEW_ROWS * FEW_QUERIES * self._splits(spec, FEW_QUERIES, max_model_len)
         return max(few, singles) * spec.num_heads * (spec.value_dim + 2) * 4
 
-    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        if cache.dtype.itemsize > 1:
-            return super().heal(cache, block_ids)
-        bits = cache[block_ids].view(torch.uint8)  # fp8 has no infinities, and one NaN of either sign
-        cache.view(torch.uint8)[block_ids] = torch.where(bits & 0x7F == 0x7F, 0, bits)
-        return None
-
     def write_latent(
         self, at: LayerCache, weights: LatentWeights, q: Tensor, latent: Tensor, rotation: Rotation
     ) -> Written:
-        spec, cache, metadata = at
+        _, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
-        whole = self.unabsorbs(metadata, q)
-        kept = torch.empty(latent.shape, dtype=q.dtype, device=q.device) if whole else None
+        kept = torch.empty(latent.shape, dtype=q.dtype, device=q.device) if metadata.whole else None
         given = (weights.norm, weights.eps, weights.key_up, rotation, metadata.batch.slot_mapping, cache)
         query = prepare_latent(q, latent, *given, self.tokens_at_once(q.shape[0]), kept=kept)
-        if kept is None:
-            return Written(query)
-        rank, nope = weights.norm.shape[0], weights.key_up.shape[1]
-        heads, count = spec.num_heads, q.shape[0]
-        compressed = kept[:, :rank].expand(heads, -1, -1)
-        plain = torch.empty(2, heads, count, q.shape[2], dtype=q.dtype, device=q.device)
-        plain[0, ..., :nope].copy_(q[..., :nope].transpose(0, 1))
-        plain[0, ..., nope:].copy_(query[..., rank:].transpose(0, 1))
-        plain[1, ..., :nope].copy_(torch.bmm(compressed, weights.key_up.transpose(1, 2)))
-        plain[1, ..., nope:].copy_(kept[:, rank:])
-        return Written(query, plain, torch.bmm(compressed, weights.value_up))
+        return Written(query, kept, None if kept is None else q)  # of which `_unabsorbed` makes keys and values
 
     def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
         spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         assert spec.value_dim is not None
-        if written.keys is not None and written.values is not None:
-            return _unabsorbed(spec, written.keys[0], written.keys[1], written.values)
         batch, query = metadata.batch, written.query
+        whole, tiles = ((), metadata.tiles) if written.keys is None else (metadata.whole, metadata.partial_tiles)
+        if whole == ((0, query.shape[0]),):
+            return _unabsorbed(spec, weights, written, slice(0, query.shape[0]))
         out = torch.empty(query.shape[0], spec.num_heads, spec.value_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
         index = metadata.singles[0]
@@ -89,14 +71,13 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         if metadata.few[0].shape[0]:
             cut = self.cut(spec, metadata, FEW_QUERIES, metadata.few[0].shape[0])
             latent_attention(*given, *metadata.few, out, spec.scale, cut)
-        if metadata.tiles[0].shape[0]:
+        if tiles[0].shape[0]:
             cut = replace(self.cut(spec, metadata, QUERY_TILE, 0), splits=0)
-            latent_attention(*given, *metadata.tiles, out, spec.scale, cut)
-        return per_head(out, weights.value_up, self.tokens_at_once(out.shape[0])).flatten(1)
-
-    def unabsorbs(self, metadata: TritonMetadata, q: Tensor) -> bool:
-        """Whether the step is one prompt whose keys and values are all in it."""
-        return metadata.whole == ((0, q.shape[0]),)
+            latent_attention(*given, *tiles, out, spec.scale, cut)
+        found = per_head(out, weights.value_up, self.tokens_at_once(out.shape[0])).flatten(1)
+        for start, length in whole:
+            found[start : start + length] = _unabsorbed(spec, weights, written, slice(start, start + length))
+        return found
 
     def tokens_at_once(self, num_tokens: int) -> int:
         return tokens_at_once(num_tokens)
@@ -154,16 +135,22 @@ def _tokens(spec: AttentionSpec) -> int:
     return max(1, 16 // min(MAX_HEADS, spec.num_heads))
 
 
-def _unabsorbed(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of a prompt over itself. query, keys [heads, n, dim], values [heads, n, value_dim]."""
-    value_dim = values.shape[-1]
+def _unabsorbed(spec: AttentionSpec, weights: LatentWeights, written: Written, span: slice) -> Tensor:
+    """Causal attention of a prompt, whose tokens are those of `span`, over itself: keys and values of each head."""
+    assert written.keys is not None
+    assert written.values is not None
+    query, kept, q = (part[span] for part in (written.query, written.keys, written.values))
+    rank, nope, value_dim = weights.norm.shape[0], weights.key_up.shape[1], weights.value_up.shape[2]
+    compressed = kept[:, :rank].expand(spec.num_heads, -1, -1)
+    plain = torch.empty(2, spec.num_heads, *q.shape[::2], dtype=q.dtype, device=q.device)
+    plain[0, ..., :nope].copy_(q[..., :nope].transpose(0, 1))
+    plain[0, ..., nope:].copy_(query[..., rank:].transpose(0, 1))
+    plain[1, ..., :nope].copy_(torch.bmm(compressed, weights.key_up.transpose(1, 2)))
+    plain[1, ..., nope:].copy_(kept[:, rank:])
     # Fused kernels take heads of one size: what is added to values are zeros.
-    values = torch.nn.functional.pad(values, (0, query.shape[-1] - value_dim))
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query[None], keys[None], values[None], is_causal=True, scale=spec.scale
-        )
-    return out[0, ..., :value_dim].transpose(0, 1).reshape(query.shape[1], -1)
+    values = torch.nn.functional.pad(torch.bmm(compressed, weights.value_up), (0, q.shape[2] - value_dim))
+    out = fused_attention(plain[:1], plain[1:], values[None], spec.scale)
+    return out[0, ..., :value_dim].transpose(0, 1).reshape(q.shape[0], -1)
 
 
 _MANY_TOKENS = 64  # whose keys are not shared by several programs

@@ -101,6 +101,32 @@ def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.Mon
         assert_right(latents, 1e-4 if not NATIVE else 5e-3)
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_several_whole_prompts_of_a_step_are_unabsorbed_each(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows of every other kind, which stay absorbed and whose bits the prompts do not change."""
+    from quire.attention import triton_latent
+
+    spans = []
+    unabsorbed = triton_latent._unabsorbed
+
+    def spy(spec: Any, weights: Any, written: Any, span: slice) -> torch.Tensor:
+        spans.append((span.start, span.stop))
+        return unabsorbed(spec, weights, written, span)
+
+    monkeypatch.setattr(triton_latent, "_unabsorbed", spy)
+    lengths = [48, 44, 60, 33, 20]  # the last three: a chunk of many queries, few queries, one
+    some, none = (Latents(ODD, lengths, fast(fused_queries=queries), device=str(DEVICE)) for queries in (40, 1 << 30))
+    for latents in (some, none):
+        if others:
+            latents.step({2: 20, 3: 30, 4: 19})
+        latents.step({2: 40, 0: 48, 4: 1, 1: 44, 3: 3} if others else {0: 48, 1: 44}, padding=3 if others else 0)
+    assert spans == ([(40, 88), (89, 133)] if others else [(0, 48), (48, 92)])
+    for row in range(5 if others else 2):
+        tolerance = 1e-4 if not NATIVE else 5e-3
+        torch.testing.assert_close(some.out[row], none.out[row], atol=tolerance, rtol=tolerance)
+        assert torch.equal(some.out[row], none.out[row]) == (row > 1)
+
+
 def test_splits_of_few_rows_are_added_up_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.attention import triton_latent
 
