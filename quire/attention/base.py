@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.fp8 import FP8
+from quire.ops.latent import INDEX_SCALE
 from quire.ops.split_k import PartialSums
 from quire.parallel.groups import ContextShare
 from quire.platform.recording import SizedRecorder
@@ -49,6 +51,10 @@ class AttentionSpec:
         """The window as kernels take it: 0 for none, and the size of chunks with a minus."""
         window = self.sliding_window or 0
         return -window if self.chunked else window
+
+    def line_width(self, dtype: torch.dtype) -> int:
+        """Numbers of a head in a cache of this type, with what a sparse indexer keeps behind them."""
+        return self.head_dim + self.index_dim + (INDEX_SCALE if self.index_dim and dtype == FP8 else 0)
 
     def first_seen(self, positions: Tensor) -> Tensor:
         """The first key that queries at these positions see."""

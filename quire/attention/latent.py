@@ -57,7 +57,10 @@ class LatentBackend(AttentionBackend):
         """
 
     def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotate and keep index keys; return index queries, rotated and scaled, and the weights of their heads."""
+        """Rotate and keep index keys; return index queries, rotated and scaled, and the weights of their heads.
+
+        With an fp8 cache queries are codes of fp8 too, whose scales the weights have in.
+        """
         raise EngineError(f"{self.name} attention has no sparse indexer")
 
     @abstractmethod

@@ -135,6 +135,6 @@ class NativeSparseAttention(NativeLatentAttention):
 
 
 def _keys(spec: AttentionSpec, cache: Tensor) -> Tensor:
-    """The index keys of a cache; int8 ones with their scales."""
-    width = spec.index_dim + (SCALE_BYTES if cache.dtype == torch.int8 else 0)
-    return cache[..., spec.head_dim : spec.head_dim + width]
+    """The index keys of a cache; those of 8 bits with their scales."""
+    width = spec.line_width(cache.dtype) + (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+    return cache[..., spec.head_dim : width]

@@ -8,7 +8,8 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec, LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.attention.torch_ref import TorchAttention, TorchMetadata, Unit, attend_unit, keep, plan_units
-from quire.ops.latent import index_scores, per_head, top_keys
+from quire.ops.fp8 import FP8
+from quire.ops.latent import index_codes, index_keys, index_scales, index_scores, per_head, top_keys
 from quire.ops.norm import rms_norm
 from quire.ops.rope import apply_rope
 
@@ -30,10 +31,17 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
     def write_index(self, at: LayerCache, index: IndexInputs, rotation: Rotation) -> tuple[Tensor, Tensor]:
         spec, cache, metadata = at
         assert isinstance(metadata, TorchMetadata)
-        key = rotated(index.key[:, None], rotation)[:, 0]
-        keep(cache.view(-1, cache.shape[-1])[:, spec.head_dim :], 0, metadata.slots, key[: len(metadata.slots)])
-        num_heads, dim = index.query.shape[1:]
-        return rotated(index.query, rotation) * dim**-0.5, index.weights.float() * num_heads**-0.5
+        key, query = rotated(index.key[:, None], rotation)[:, 0], rotated(index.query, rotation)
+        num_heads, dim = query.shape[1:]
+        weights = index.weights.float() * num_heads**-0.5
+        lines = cache.view(-1, cache.shape[-1])[:, spec.head_dim :]
+        if cache.dtype == FP8:
+            codes, exponents = index_codes(key)
+            lines, key = lines.view(torch.uint8)[:, : dim + 1], torch.cat((codes.view(torch.uint8), exponents), -1)
+            codes, exponents = index_codes(query)
+            query, weights = codes.to(query.dtype), weights * index_scales(exponents[..., 0])
+        keep(lines, 0, metadata.slots, key[: len(metadata.slots)])
+        return query * dim**-0.5, weights
 
     def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
         spec, cache, metadata = at
@@ -47,22 +55,23 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
             shape = (query.shape[0], max(unit.mask.shape[-1] for unit in units))
             metadata.choice = (torch.ones(shape, dtype=torch.bool, device=query.device),)
         for unit in units:
-            lines = cache.index_select(0, unit.block_ids).view(unit.num_rows, -1, cache.shape[-1]).to(query.dtype)
-            keys, values = lines[..., : spec.head_dim], lines[..., : spec.value_dim].contiguous()
+            kept = cache.index_select(0, unit.block_ids).view(unit.num_rows, -1, cache.shape[-1])
+            keys = kept[..., : spec.head_dim].to(query.dtype)
+            values = keys[..., : spec.value_dim].contiguous()
             mask = unit.mask
             if spec.top_k is not None and metadata.choice is not None:
                 hidden = metadata.choice[0][:, : mask.shape[-1]]
                 if written.of_index is not None:
-                    found = self._not_chosen(spec, written.of_index, lines[..., spec.head_dim :], unit)
+                    found = self._not_chosen(spec, written.of_index, kept[..., spec.head_dim :], unit)
                     hidden[unit.tokens] = found.flatten(0, 2)
                 mask = hidden[unit.tokens].view(mask.shape)
             out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, mask, min_rows))
         return per_head(out.view(-1, spec.num_heads, spec.value_dim), weights.value_up).flatten(1)
 
-    def _not_chosen(self, spec: AttentionSpec, index: tuple[Tensor, Tensor], keys: Tensor, unit: Unit) -> Tensor:
+    def _not_chosen(self, spec: AttentionSpec, index: tuple[Tensor, Tensor], kept: Tensor, unit: Unit) -> Tensor:
         """The unit's mask, with the keys that the indexer does not choose."""
         assert spec.top_k is not None
-        if keys.shape[1] <= spec.top_k:
+        if kept.shape[1] <= spec.top_k:
             return unit.mask
         query, weights = (part.index_select(0, unit.tokens) for part in index)
         heads, dim = query.shape[1:]
@@ -70,8 +79,9 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         flat = query.view(unit.num_rows, unit.num_queries * heads, dim)
         min_rows = self.find_min_rows(dim, dim, query.dtype)
         padded = torch.nn.functional.pad(flat, (0, 0, 0, max(0, min_rows - flat.shape[1])))
-        products = torch.bmm(padded, keys.transpose(1, 2))[:, : flat.shape[1]]
-        scores = index_scores(products.view(*shape, heads, -1), weights.view(*shape, heads))
+        keys, scales = index_keys(kept, dim)
+        products = torch.bmm(padded, keys.to(query.dtype).transpose(1, 2))[:, : flat.shape[1]]
+        scores = index_scores(products.view(*shape, heads, -1), weights.view(*shape, heads)) * scales[..., None, :]
         return ~top_keys(scores, unit.mask[:, :, 0], spec.top_k)[:, :, None]
 
 

@@ -126,8 +126,7 @@ class AttentionLayer(CachedLayer):
     def cache_shape(
         self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> tuple[int, ...]:
-        spec = self.spec
-        return backend.cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim + spec.index_dim, dtype)
+        return backend.cache_shape(num_blocks, block_size, self.spec.num_kv_heads, self.spec.line_width(dtype), dtype)
 
     def heal(self, block_ids: Tensor) -> None:
         self.backend.heal(self.cache, block_ids)

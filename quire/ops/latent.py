@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import F32, Op, native, triton, triton_pair
+from quire.ops.fp8 import FP8, FP8_MAX
 
 _TILE = 32  # tokens at once, always, so that a token's bits do not depend on how many there are
 GROUP = 32  # codes of an output that share a scale
@@ -46,6 +47,31 @@ def scaled(weight: Tensor, inner: int) -> Tensor:
 PER_HEAD = Op(per_head, 1e-4, *triton_pair("latent"), native("latent"))
 
 
+INDEX_SCALE = 16  # bytes behind an index key in an fp8 cache: that of its scale, and 15 that keep lines aligned
+
+
+def index_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [.., dim] fp8, bytes [.., 1] uint8): x is codes times the power of two that a byte stands for.
+
+    The largest code is in [128, 256): all but numbers below 2^-13 of the largest keep three bits of mantissa.
+    """
+    bits = x.float().abs().amax(-1, keepdim=True).view(torch.int32)
+    exponents = (bits.bitwise_right_shift(23) - 71).clamp(0, 126).to(torch.uint8)  # 127 is a NaN of fp8
+    return (x.float() / index_scales(exponents)).clamp(-FP8_MAX, FP8_MAX).to(FP8), exponents
+
+
+def index_scales(exponents: Tensor) -> Tensor:
+    """2^(exponent - 63) as float32, of bytes."""
+    return (exponents.int() + 64).bitwise_left_shift(23).view(torch.float32)
+
+
+def index_keys(kept: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Index keys [.., dim] of lines of a cache, and their scales [..], which are 1 but in fp8."""
+    if kept.dtype == FP8:
+        return kept[..., :dim], index_scales(kept[..., dim].view(torch.uint8))
+    return kept, kept.new_ones(kept.shape[:-1], dtype=torch.float32)
+
+
 def index_scores(products: Tensor, weights: Tensor) -> Tensor:
     """products [..., heads, keys] of index queries and keys, weights [..., heads] -> scores [..., keys] float32.
 
@@ -80,17 +106,19 @@ def select_keys(
 ) -> tuple[Tensor, Tensor]:
     """Of each token the cache slots [n, top_k] int32 of its best keys, by position, and their number [n] int32.
 
-    query [n, heads, dim], weights [n, heads], keys [blocks, block_size, dim] or a view of a wider cache; the rows of
-    the batch as in AttentionBatch. Slots that are left over are 0. Padding has one, in the null block.
+    query [n, heads, dim], weights [n, heads], keys [blocks, block_size, dim] or a view of a wider cache, those of fp8
+    with their scales; the rows of the batch as in AttentionBatch. Slots that are left over are 0. Padding has one, in
+    the null block.
     """
     slots = query.new_zeros(query.shape[0], top_k, dtype=torch.int32)
     counts, size = torch.ones_like(slots[:, 0]), keys.shape[1]
     for row, (first, end) in enumerate(pairwise(starts.tolist())):
         positions = torch.arange(int(contexts[row]), device=query.device)
         lines = tables[rows[row], positions // size].long() * size + positions % size
-        products = query[first:end].float() @ keys[lines // size, lines % size].float().T
+        found_keys, scales = index_keys(keys[lines // size, lines % size], query.shape[2])
+        products = query[first:end].float() @ found_keys.float().T
         seen = positions[len(positions) - (end - first) :] + 1
-        scores = index_scores(products, weights[first:end].float())
+        scores = index_scores(products, weights[first:end].float()) * scales
         for token, chosen in enumerate(top_keys(scores, positions >= seen[:, None], top_k), first):
             found = lines[chosen]
             slots[token, : len(found)], counts[token] = found.to(torch.int32), len(found)

@@ -45,7 +45,7 @@ class Latents:
         blocks = [-(-n // block_size) for n in lengths]
         order = 1 + torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed + 1))
         kv_dtype = kv_dtype or dtype
-        shape = backend.cache_shape(sum(blocks) + 1, block_size, 1, rank + rope + index_dim, kv_dtype)
+        shape = backend.cache_shape(sum(blocks) + 1, block_size, 1, self.spec.line_width(kv_dtype), kv_dtype)
         self.cache = torch.zeros(shape, dtype=kv_dtype, device=device)
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, part in enumerate(order.split(blocks)):

@@ -14,7 +14,9 @@ from quire.attention.torch_latent import TorchLatentAttention
 from quire.loader.dummy import fill_dummy
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import model_class
+from quire.ops.latent import INDEX_SCALE
 from quire.parallel.pipeline import Pipeline
+from quire.planning.memory import kv_layout
 from quire.types.cache import KVForm
 from quire.types.errors import ConfigError, ModelError
 from tests.kernels.cpu.isa import needs_library
@@ -22,6 +24,7 @@ from tests.kernels.triton.paged import needs_triton
 from tests.models.harness import build, run_chunks
 from tests.models.zoo import INDEX, LATENT, LENGTH, ROUTED_EXPERTS, SIZES
 
+FP8 = torch.float8_e4m3fn
 TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -86,6 +89,24 @@ def test_native_kernels_share_the_choice_and_memory_without_index_keys() -> None
     torch.testing.assert_close(whole, run_chunks(model, TOKENS, [LENGTH]), atol=1e-4, rtol=0)
     assert torch.equal(run_chunks(model, TOKENS, [5, 1, 7, 13], backend), whole)
     assert [layer.cache.shape[-1] for layer in model.cached_layers()] == [44 + 16, 44]
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_library)])
+def test_no_chunking_changes_a_bit_of_an_indexer_in_fp8(native: bool) -> None:
+    model = make_shared(index_topk_freq=2)
+    backend = NativeSparseAttention() if native else TorchLatentAttention()
+    whole = run_chunks(model, TOKENS, [LENGTH], backend, FP8)
+    for sizes in ([5, 1, 7, 13], [1]):
+        assert torch.equal(run_chunks(model, TOKENS, sizes, backend, FP8), whole)
+
+
+def test_memory_counts_the_scales_of_fp8_index_keys() -> None:
+    """And bytes that keep lines aligned; of layers that share a choice nothing."""
+    layers = make_shared(index_topk_freq=2).cached_layers()
+    for backend in (TorchLatentAttention(), NativeSparseAttention()):
+        layout = kv_layout(layers, backend, FP8, 16)
+        assert [pool.slots for pool in layout.pools] == [(16 * (44 + 16 + INDEX_SCALE), 16 * 44)]
+        assert layout.groups[0].kind == "latent"
 
 
 @needs_triton

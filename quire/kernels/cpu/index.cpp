@@ -2,6 +2,8 @@
 #include "latent_cache.h"
 #include "rotate.h"
 
+#include <type_traits>
+
 namespace quire {
 namespace QUIRE_NS {
 namespace {
@@ -37,6 +39,27 @@ struct Index {
     }
 };
 
+// In a cache of 8-bit floats, index queries and keys are codes times 2^(exponent - 63). A byte behind a key has its exponent.
+float scale_of(int exponent) {
+    const uint32_t bits = (uint32_t)(exponent + 64) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+// Codes of x and their exponent, by which the largest is in [128, 256); `scaled` has room for n numbers.
+uint8_t encode(const float* x, int64_t n, float* scaled, uint8_t* codes) {
+    float most = 0;
+    for (int64_t i = 0; i < n; ++i) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
+    uint32_t bits;
+    std::memcpy(&bits, &most, sizeof bits);
+    const int wanted = (int)(bits >> 23) - 71, exponent = wanted < 0 ? 0 : wanted > 126 ? 126 : wanted;
+    const float inverse = 1.0f / scale_of(exponent);
+    for (int64_t i = 0; i < n; ++i) scaled[i] = x[i] * inverse;
+    Float8::encode(scaled, codes, n);
+    return (uint8_t)exponent;
+}
+
 // Scores of keys [begin, end) of a row: heads are added from the first to the last, whatever the range.
 template <class Format>
 void score(const Index& index, const LatentCells<Format>& cells, int64_t token, const int32_t* table, int64_t begin,
@@ -53,6 +76,7 @@ void score(const Index& index, const LatentCells<Format>& cells, int64_t token, 
             const int64_t slot = index.slot(table, i < count ? first + i : end - 1);
             line[i] = cells.line(slot);
             scales[i] = Format::SCALED ? cells.scale(slot) : 1.0f;
+            if constexpr (std::is_same_v<Format, Float8>) scales[i] = scale_of(line[i][dim]);
         }
         for (int64_t d = 0; d < dim; d += LANES) {
             const int64_t width = dim - d < LANES ? dim - d : LANES;
@@ -128,9 +152,14 @@ void prepare_index(const float* q, int64_t q_token, const float* key, int64_t ke
                    float* query_weights, void* keys, int64_t tokens, int64_t num_written, int64_t heads, int64_t dim,
                    int64_t rope, int64_t line_bytes, int64_t piece_bytes, int kv_type) {
     with_format(kv_type, [&](auto format) {
-        const LatentCells<decltype(format)> cells{(char*)keys, dim, 1, line_bytes, piece_bytes};
+        using Format = decltype(format);
+        constexpr bool IN_FP8 = std::is_same_v<Format, Float8>;
+        const LatentCells<Format> cells{(char*)keys, dim, 1, line_bytes, piece_bytes};
         parallel(tokens, 1 + 8192 / ((heads + 1) * dim), [&](int64_t begin, int64_t end) {
-            float* line = (float*)scratch(0, sizeof(float) * dim);
+            const int64_t padded = (dim + LANES - 1) / LANES * LANES;
+            float *line = (float*)scratch(0, sizeof(float) * 3 * padded), *scaled = line + padded;
+            uint8_t* codes = (uint8_t*)(scaled + padded);
+            std::memset(codes, 0, padded);
             for (int64_t t = begin; t < end; ++t) {
                 const auto turn = [&](const float* x, float* out) {
                     if (cos)
@@ -138,11 +167,22 @@ void prepare_index(const float* q, int64_t q_token, const float* key, int64_t ke
                     else
                         std::memcpy(out, x, sizeof(float) * dim);
                 };
-                for (int64_t h = 0; h < heads; ++h) turn(q + t * q_token + h * dim, query + (t * heads + h) * dim);
                 std::memcpy(query_weights + t * heads, weights + t * weights_token, sizeof(float) * heads);
+                for (int64_t h = 0; h < heads; ++h) {
+                    float* out = query + (t * heads + h) * dim;
+                    turn(q + t * q_token + h * dim, out);
+                    if (!IN_FP8) continue;
+                    query_weights[t * heads + h] *= scale_of(encode(out, dim, scaled, codes));
+                    for (int64_t d = 0; d < padded; d += LANES) store(line + d, Float8::read(codes + d));
+                    std::memcpy(out, line, sizeof(float) * dim);
+                }
                 if (t >= num_written) continue;
                 turn(key + t * key_token, line);
-                cells.write(slots[t], line);
+                if constexpr (IN_FP8) {
+                    cells.line(slots[t])[dim] = encode(line, dim, scaled, cells.line(slots[t]));
+                } else {
+                    cells.write(slots[t], line);
+                }
             }
         });
     });

@@ -38,6 +38,20 @@ def _turned(
 
 
 @triton.jit
+def _coded(x):
+    """(x divided by a scale for each line, the byte of that): the largest is in [128, 256), within fp8's 448."""
+    bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True)
+    exponents = tl.minimum(tl.maximum((bits >> 23) - 71, 0), 126)
+    return x * (190 - exponents << 23).to(tl.float32, bitcast=True)[:, None], exponents
+
+
+@triton.jit
+def _scales(exponents):
+    """See quire/ops/latent.py."""
+    return (exponents.to(tl.int32) + 64 << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _prepare_kernel(
     q_ptr,  # [tokens, heads, DIM], tokens q_stride apart
     key_ptr,
@@ -48,6 +62,7 @@ def _prepare_kernel(
     query_ptr,  # [tokens, heads, DIM]
     query_weights_ptr,  # [tokens, heads] float32
     keys_ptr,
+    exponents_ptr,  # uint8, a key's at its line_stride; None: keys have no scales, and queries none either
     q_stride,
     key_stride,
     weights_stride,
@@ -70,20 +85,29 @@ def _prepare_kernel(
         inside = heads < NUM_HEADS
         out, mask = _turned(q_ptr + token * q_stride, heads, DIM, cos_ptr, sin_ptr, inside, DIM, ROPE, PADDED)
         at = query_ptr + (token * NUM_HEADS + heads)[:, None] * DIM + dims[None, :]
-        tl.store(at, out.to(query_ptr.dtype.element_ty), mask=mask)
-        weights = tl.load(weights_ptr + token * weights_stride + heads, mask=inside, other=0.0)
-        tl.store(query_weights_ptr + token * NUM_HEADS + heads, weights.to(tl.float32), mask=inside)
+        out = out.to(query_ptr.dtype.element_ty)
+        weights = tl.load(weights_ptr + token * weights_stride + heads, mask=inside, other=0.0).to(tl.float32)
+        if exponents_ptr is not None:
+            codes, exponents = _coded(out.to(tl.float32))
+            out = kept_as(keys_ptr, codes).to(query_ptr.dtype.element_ty)
+            weights *= _scales(exponents)
+        tl.store(at, out, mask=mask)
+        tl.store(query_weights_ptr + token * NUM_HEADS + heads, weights, mask=inside)
     else:
         slot = tl.load(slots_ptr + token)
         one = tl.arange(0, 1)
         key, key_mask = _turned(key_ptr + token * key_stride, one, 0, cos_ptr, sin_ptr, one < 1, DIM, ROPE, PADDED)
         # Rounded as activations are first; padding has slots of the null block, which stays zero.
-        key = kept_as(keys_ptr, key.to(key_ptr.dtype.element_ty))
-        tl.store(
-            keys_ptr + slot * line_stride + dims[None, :] + one[:, None],
-            key,
-            mask=key_mask & (slot + one[:, None] >= BLOCK_SIZE),
-        )
+        key = key.to(key_ptr.dtype.element_ty)
+        written = slot + one >= BLOCK_SIZE
+        if exponents_ptr is not None:
+            key_codes, exponent = _coded(key.to(tl.float32))
+            tl.store(exponents_ptr + slot * line_stride + one, exponent.to(tl.uint8), mask=written)
+            kept = kept_as(keys_ptr, key_codes)
+        else:
+            kept = kept_as(keys_ptr, key)
+        line = keys_ptr + slot * line_stride + dims[None, :] + one[:, None]
+        tl.store(line, kept, mask=key_mask & written[:, None])
 
 
 @triton.jit
@@ -101,6 +125,7 @@ def _scores_kernel(
     query_ptr,
     weights_ptr,
     keys_ptr,
+    exponents_ptr,
     tables_ptr,
     rows_ptr,
     contexts_ptr,
@@ -133,11 +158,17 @@ def _scores_kernel(
     at = (token.to(tl.int64) * NUM_HEADS + heads)[:, None] * DIM + dims[None, :]
     q = tl.load(query_ptr + at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
     block = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    line = keys_ptr + (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * line_stride
-    k = tl.load(line + dims[None, :], mask=exists[:, None] & (dims < DIM)[None, :], other=0.0).to(q.dtype)
+    line = (block * BLOCK_SIZE + keys % BLOCK_SIZE) * line_stride
+    at_keys = keys_ptr + line[:, None] + dims[None, :]
+    k = tl.load(at_keys, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
     weights = tl.load(weights_ptr + token.to(tl.int64) * NUM_HEADS + heads, mask=inside, other=0.0)
-    products = tl.maximum(tl.dot(q, tl.trans(k), input_precision="ieee"), 0.0)
-    scores = tl.sum(products * weights[:, None], axis=0)
+    if exponents_ptr is not None:  # queries are fp8 numbers, so that both sides are multiplied as such
+        products = tl.maximum(tl.dot(q.to(k.dtype), tl.trans(k)), 0.0)
+        scales = _scales(tl.load(exponents_ptr + line, mask=exists, other=0))
+        scores = tl.sum(products * weights[:, None], axis=0) * scales
+    else:
+        products = tl.maximum(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), 0.0)
+        scores = tl.sum(products * weights[:, None], axis=0)
     tl.store(scores_ptr + tl.program_id(0).to(tl.int64) * width + keys, scores, mask=exists)
 
 
@@ -228,7 +259,7 @@ def prepare_index(
     """Rotated queries [n, heads, dim] and their weights [n, heads] float32; rotated keys go to `keys`.
 
     query [n, heads, dim], key [n, dim], weights [n, heads]: views whose last dimension is contiguous; keys [blocks,
-    block_size, dim] is a part of the cache.
+    block_size, dim] is a part of the cache, and in fp8 has scales behind it: see quire/ops/latent.py.
     """
     tokens, heads, dim = query.shape
     out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
@@ -243,6 +274,7 @@ def prepare_index(
         out,
         out_weights,
         keys,
+        _exponents(keys, dim),
         query.stride(0),
         key.stride(0),
         weights.stride(0),
@@ -257,6 +289,11 @@ def prepare_index(
         **launch_options(),
     )
     return out, out_weights
+
+
+def _exponents(keys: Tensor, dim: int) -> Tensor | None:
+    """Where scales are in the lines of index keys."""
+    return keys.view(torch.uint8)[..., dim:] if keys.dtype == torch.float8_e4m3fn else None
 
 
 class SelectedKeys(NamedTuple):
@@ -317,6 +354,7 @@ def select_rows(
             query,
             weights,
             keys,
+            _exponents(keys, dim),
             *lists,
             scores,
             first,
@@ -327,7 +365,7 @@ def select_rows(
             NUM_HEADS=heads,
             DIM=dim,
             HEADS=max(16, int(triton.next_power_of_2(heads))),
-            PADDED=padded_dim(dim),
+            PADDED=max(32, padded_dim(dim)),  # the fewest that a product of fp8 sums over
             KEYS=_KEYS,
             num_warps=4,
             **shared,

@@ -298,6 +298,7 @@ def latent(all_shapes: bool) -> None:
         steps = [
             backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])),
             backend.prepare_eager(batch([2100], [2100])),
+            backend.prepare_eager(batch([1100, 40, 1200], [1100, 90, 1200])),
         ]
         for rows in (1, 16, 64, 256) if all_shapes else (1, 256):
             steps.append(backend.prepare(batch([1] * rows, [999] * rows), DecodeKind(), ()))
@@ -308,9 +309,10 @@ def latent(all_shapes: bool) -> None:
             rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
             at = LayerCache(spec, cache, metadata)
             backend.attend_latent(at, weights, backend.write_latent(at, weights, q, kv, rotation))
-    for backend in (TritonSparseAttention(), FixedTritonSparseAttention()):  # as in DeepSeek-V3.2
-        spec = AttentionSpec(128, 1, 576, 0.1, value_dim=512, index_dim=128, top_k=2048)
-        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 704, BF16), dtype=BF16)
+    in_types = (BF16, FP8) if has_fp8() else (BF16,)
+    for backend, kept in product((TritonSparseAttention(), FixedTritonSparseAttention()), in_types):
+        spec = AttentionSpec(128, 1, 576, 0.1, value_dim=512, index_dim=128, top_k=2048)  # as in DeepSeek-V3.2
+        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, spec.line_width(kept), kept), dtype=kept)
         weights = LatentWeights(numbers(512), 1e-6, numbers(128, 128, 512), numbers(128, 512, 128))
         for step in (batch([1], [4000]), batch([300, 1], [3000, 40])):
             tokens = int(step.query_starts[-1])

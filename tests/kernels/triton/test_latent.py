@@ -10,6 +10,7 @@ import torch
 from tests.attention.latents import Latents
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import needs_triton
+from tests.ops.inputs.index import fp8_inputs
 
 pytestmark = needs_triton
 
@@ -190,6 +191,56 @@ def test_any_step_gives_the_same_bits_of_selected_keys_in_fixed_mode() -> None:
     whole.step({0: 50, 1: 33, 2: 3})
     cut = run(SIZES, sparse(True), dtype=HALF, index=INDEX)
     dense = run(SIZES, fixed(), dtype=HALF)
+    for a, b, c in zip(whole.out, cut.out, dense.out, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[:20], c[:20]), "contexts no longer than top-k have the dense bits"
+
+
+@pytest.mark.parametrize("make_fixed", [False, True])
+def test_fp8_index_keys_have_a_scale_each(make_fixed: bool) -> None:
+    """Those of any magnitude choose alike, and from codes what the reference chooses; queries are codes too."""
+    from quire.kernels.triton import index, quantize
+    from quire.ops.latent import select_keys
+
+    if quantize.unavailable():
+        pytest.skip("fp8 needs a newer card")
+
+    def run_scaled(factor: float) -> tuple[Latents, torch.Tensor]:
+        backend, codes = sparse(make_fixed), []
+        write_index = backend.write_index
+        backend.write_index = lambda *given: codes.append(write_index(*given)) or codes[-1]
+        latents = Latents(SIZES, [50, 33, 3], backend, device=str(DEVICE), index=INDEX, kv_dtype=quantize.FP8)
+        assert latents.index is not None
+        for _, key, _ in latents.index:
+            key.mul_(factor)
+        latents.step({0: 40, 2: 2})
+        latents.step({1: 32, 0: 9, 2: 1})
+        latents.step({0: 1, 1: 1}, decode=True)
+        return latents, codes[1]
+
+    (found, (query, weights)), (small, _) = run_scaled(1.0), run_scaled(2.0**-20)
+    for a, b in zip(found.out, small.out, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(query.to(quantize.FP8).to(query.dtype), query)
+    assert (query.abs().amax(-1) >= 64).all()
+    keys = found.cache[..., found.spec.head_dim :]
+    rows = (torch.arange(2), torch.tensor([32, 49], dtype=torch.int32), torch.tensor([0, 32, 41], dtype=torch.int32))
+    given = (query[:41], weights[:41], keys, found.tables[[1, 0]].to(DEVICE), *(x.to(DEVICE) for x in rows), INDEX[2])
+    for inputs in (given, *(fp8_inputs(seed) for seed in range(3))):  # of those many scores are equal
+        on_device: Any = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs]
+        for a, b in zip(index.select_keys(*on_device), select_keys(*on_device), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_any_step_gives_the_same_bits_of_fp8_index_keys_in_fixed_mode() -> None:
+    from quire.kernels.triton import quantize
+
+    if quantize.unavailable():
+        pytest.skip("fp8 needs a newer card")
+    kinds: dict[str, Any] = {"dtype": HALF, "kv_dtype": quantize.FP8}
+    whole = Latents(SIZES, [50, 33, 3], sparse(True), device=str(DEVICE), index=INDEX, **kinds)
+    whole.step({0: 50, 1: 33, 2: 3})
+    cut, dense = run(SIZES, sparse(True), index=INDEX, **kinds), run(SIZES, fixed(), **kinds)
     for a, b, c in zip(whole.out, cut.out, dense.out, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a[:20], c[:20]), "contexts no longer than top-k have the dense bits"

@@ -23,4 +23,13 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, 
     return small(tokens, heads, dim), small(tokens, heads) / 4, keys, *batch, (8, 32, 50)[seed % 3]
 
 
+def fp8_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """The same with keys of an fp8 cache, whose scales are one half, one or two."""
+    query, weights, keys, *rest = generate_inputs(seed)
+    exponents = torch.randint(62, 65, (*keys.shape[:2], 1), generator=torch.Generator().manual_seed(seed))
+    kept = torch.cat((keys.to(torch.float8_e4m3fn).view(torch.uint8), exponents.to(torch.uint8)), -1)
+    tables, rows, contexts, starts, top_k = rest
+    return query, weights, kept.view(torch.float8_e4m3fn), tables, rows, contexts, starts, top_k
+
+
 INPUTS = {"select_keys": generate_inputs}
