@@ -80,6 +80,7 @@ class RanksExecutor(Executor):
         self._prepared: list[bool] = []
         self._num_paused = 0
         self._must_pause = False
+        self._knows_failure = False  # the engine: it has been given the answer of a step that failed
         self._adapters: dict[str, tuple[Future[int], list[messages.AdapterRead]]] = {}
         self._changing: tuple[messages.RankChange, Future[str], dict[int, messages.Changed]] | None = None
         self._pumping = threading.RLock()  # held by whoever takes messages in
@@ -140,6 +141,9 @@ class RanksExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> RankStep:
         if self._must_pause and self.failure is None:
+            if not self._knows_failure:  # planned behind a step that failed: void, and those in flight have answers
+                self._answers[plan.step_id] = RankStepError("a step before it failed", is_sticky=False)
+                return RankStep(self, plan.step_id)
             self._pause()
         returned, self._returned = self._returned, []
         self.send(messages.Execute(plan, returned))
@@ -229,7 +233,9 @@ class RanksExecutor(Executor):
             self._wait_until(lambda: step_id in self._answers)
         except EngineError as error:
             return error
-        return self._answers.pop(step_id)
+        answer = self._answers.pop(step_id)
+        self._knows_failure |= isinstance(answer, Exception)
+        return answer
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -248,7 +254,7 @@ class RanksExecutor(Executor):
             self._wait_until(lambda: self._num_paused == self.num_ranks)
         self._start_over()
         self._answers.clear()
-        self._must_pause = False
+        self._must_pause = self._knows_failure = False
 
     def _pump(self, limit: float) -> None:
         """Take in what ranks say; wait for it at most `limit` seconds."""

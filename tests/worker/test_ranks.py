@@ -1,4 +1,4 @@
-"""RanksExecutor: what becomes of a change that ranks do not all make. No processes."""
+"""RanksExecutor: what becomes of a change that ranks do not all make, and of steps that fail. No processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.types.errors import ConfigError, EngineDeadError, EngineError
+from quire.types.step import StepPlan
 from quire.utils.phases import ignore_phase
-from quire.worker.rank_messages import Changed, CheckWeights, FromRank, Sleep, ToRank, UpdateWeights, decode_order
+from quire.worker.rank_messages import (
+    Changed,
+    CheckWeights,
+    Execute,
+    Failed,
+    FromRank,
+    Pause,
+    Paused,
+    Sleep,
+    ToRank,
+    UpdateWeights,
+    decode_order,
+)
 from quire.worker.ranks import RanksExecutor
 
 FAILED = Changed("", "no such folder")
@@ -28,7 +41,7 @@ class TwoRanks(RanksExecutor):
         self.told.append(decode_order(header))
 
     def _receive(self, limit: float) -> Iterator[tuple[int, FromRank]]:
-        return iter(())
+        return iter([(0, Paused()), (1, Paused())] if self.told[-1:] == [Pause()] else [])
 
     def _look(self) -> None: ...
 
@@ -38,7 +51,7 @@ class TwoRanks(RanksExecutor):
 
     def _close(self) -> None: ...
 
-    def say(self, *answers: Changed) -> None:
+    def say(self, *answers: FromRank) -> None:
         for rank, answer in enumerate(answers):
             self._take(rank, answer)
 
@@ -90,6 +103,19 @@ def test_a_rank_that_does_not_sleep_ends_the_engine() -> None:
     ranks.say(FAILED, FAILED)
     assert isinstance(sleep.exception(), EngineDeadError)
     assert isinstance(ranks.wake().exception(), EngineDeadError)
+
+
+def test_a_step_planned_behind_one_that_failed_is_void_until_the_engine_knows() -> None:
+    """Ranks come to rest once it does; before, that would lose the answer that the engine is about to ask for."""
+    ranks, plans = TwoRanks(), [StepPlan(number, [0], [1]) for number in range(3)]
+    failed = ranks.execute(plans[0])
+    ranks.say(Failed(0, "by hand", is_sticky=False, is_echo=False))
+    void = ranks.execute(plans[1])
+    assert ranks.told == [Execute(plans[0])]
+    assert str(void.exception()) == "a step before it failed"
+    assert str(failed.exception()) == "rank 0: by hand"
+    ranks.execute(plans[2])
+    assert ranks.told == [Execute(plans[0]), Pause(), Execute(plans[2])]
 
 
 def test_no_callable_is_sent_to_ranks() -> None:
