@@ -179,7 +179,8 @@ class SchedulerConfig:
     )
     steps_in_flight: int | None = setting(
         None,
-        "Steps planned ahead of the first one's result. Unset: 1 on a CPU, and at least one for each pipeline stage.",
+        "Steps planned ahead of the first one's result. Unset: 1 on a CPU, 2 on a GPU, with pipeline stages one more"
+        " than there are of them.",
     )
 
 

@@ -127,8 +127,8 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     waits = speculative is not None and speculative.method in PROPOSING
     stages = config.parallel.pipeline_parallel_size
     depth, why = (1, "drafts come with results") if waits else (defaults.steps_in_flight, on_device)
-    if stages > depth:
-        depth, why = stages, "a batch for each stage"
+    if stages > 1:
+        depth, why = stages + 1, "a step for each stage, and one that waits"
     in_flight = int(pick("steps_in_flight", sched.steps_in_flight, depth, why))
     fixed = config.device.deterministic and defaults.deterministic_backend
     backend = str(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -71,19 +72,34 @@ class NcclCollectives(Collectives):
 
 
 class NcclLink(Link):
-    """Between the GPUs of neighbouring stages. Sends wait, on the device, until the other side receives."""
+    """Between the GPUs of neighbouring stages. Sends wait, on the device, until the other side receives.
+
+    Those of the last stage have a group, and so a stream, of their own: the first receives them after more sends.
+    """
 
     def __init__(self, rank: int, tensor_size: int, stages: int) -> None:
-        self._before = rank - tensor_size if rank >= tensor_size else None
-        self._after = rank + tensor_size if rank < tensor_size * (stages - 1) else None
+        count, last = tensor_size * stages, tensor_size * (stages - 1)
+        self._before, self._after = (rank - tensor_size) % count, (rank + tensor_size) % count
+        self._is_first, self._is_last = rank < tensor_size, rank >= last
+        # Every rank has to make every group.
+        backs = [dist.new_group([place, last + place]) for place in range(tensor_size)] if stages > 1 else [None]
+        self._back = backs[rank % len(backs)]
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        if self._after is not None:
-            dist.send(x.contiguous(), self._after)
+        x = x.contiguous()
+        if not self._is_last:
+            dist.send(x, self._after)
+            return
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        work = dist.isend(x, self._after, group=self._back)
+        assert work is not None, "this rank is one of the group"
+        self._sending.append((work, x))
 
-    def receive(self, out: Tensor) -> None:
-        if self._before is not None:
-            dist.recv(out, self._before)
+    def receive(self, out: Tensor) -> bool:
+        dist.recv(out, self._before, group=self._back if self._is_first else None)
+        return True
 
 
 def open_store(host: str) -> tuple[Store, str]:

@@ -1,4 +1,4 @@
-"""Pipeline: which layers of a model this process holds, and its links to the stages before and after it."""
+"""Pipeline: which layers of a model this process holds, and its links to the stages beside it, in a ring."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from quire.types.errors import ConfigError
 
 
 class Link:
-    """What stages hand on to each other. The null version, of a stage that has no neighbour, moves nothing."""
+    """What stages hand on to each other, the last one to the first too. The null version moves nothing."""
 
     def send(self, x: Tensor) -> None:
         """Give `x` to the next stage. Waits for room, not for the reader; `x` may be overwritten afterwards."""
         return None
 
-    def receive(self, out: Tensor) -> None:
-        """Fill `out`, which is contiguous, with what the stage before sent; it sends tensors of the same size."""
-        return None
+    def receive(self, out: Tensor) -> bool:
+        """Fill `out`, which is contiguous, with what the stage before sent; it sends tensors of the same size.
+
+        Once a rank has failed it does not wait, and fills less than `out` or nothing. False if that may be so.
+        """
+        return True
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ LINK_BYTES = _HEADER + LINK_SLOTS * SLOT_BYTES
 
 
 class RankMemory:
-    """The memory of all ranks, by stages: what all share, the ranks of each stage, and a link between neighbours.
+    """The memory of all ranks, by stages: what all share, the ranks of each stage, and links between neighbours.
 
     Behind it is that of ranks that split contexts, `context_size` neighbours each.
 
@@ -93,9 +93,9 @@ class RankMemory:
     def __init__(self, tensor_size: int, stages: int, context_size: int = 1, fd: int | None = None) -> None:
         """With `fd` it is the memory that another process made."""
         self._world, self._stage = collective_bytes(tensor_size * stages), collective_bytes(tensor_size)
-        self._tensor_size, self._stages = tensor_size, stages
+        self._tensor_size, self._stages, self._num_ranks = tensor_size, stages, tensor_size * stages
         self._links = self._world + stages * self._stage
-        self._contexts, self._context_size = self._links + (stages - 1) * tensor_size * LINK_BYTES, context_size
+        self._contexts, self._context_size = self._links + self._num_ranks * LINK_BYTES, context_size
         self._num_contexts = tensor_size * stages // context_size if context_size > 1 else 0
         self.memory = SharedMemory(self._contexts + self._num_contexts * collective_bytes(context_size), fd)
 
@@ -114,17 +114,15 @@ class RankMemory:
         size = collective_bytes(self._context_size)
         return self.memory.part(self._contexts + index * size, size)
 
-    def link_from(self, rank: int) -> MemoryPart | None:
-        """From a rank to the one in its place of the next stage; None if it is in the last."""
-        if not 0 <= rank < (self._stages - 1) * self._tensor_size:
-            return None
-        return self.memory.part(self._links + rank * LINK_BYTES, LINK_BYTES)
+    def link_from(self, rank: int) -> MemoryPart:
+        """From a rank to the one in its place of the next stage, which of the last one is the first."""
+        return self.memory.part(self._links + rank % self._num_ranks * LINK_BYTES, LINK_BYTES)
 
     def parts(self) -> list[MemoryPart]:
-        links = (self.link_from(rank) for rank in range(self._tensor_size * self._stages))
+        links = map(self.link_from, range(self._num_ranks))
         stages = (self.stage(index) for index in range(self._stages))
         contexts = map(self.context, range(self._num_contexts))
-        return [self.world, *stages, *(link for link in links if link is not None), *contexts]
+        return [self.world, *stages, *links, *contexts]
 
     def of_stage(self, rank: int) -> Collectives:
         stage, place = divmod(rank, self._tensor_size)
@@ -234,17 +232,16 @@ class SharedMemoryCollectives(CpuCollectives):
 class SharedMemoryLink(Link):
     """Between processes. Sends are not a part of kernel lists, which begin and end with tensors at fixed places."""
 
-    def __init__(self, before: MemoryPart | None, after: MemoryPart | None) -> None:
+    def __init__(self, before: MemoryPart, after: MemoryPart) -> None:
         self._before, self._after = before, after
 
     def send(self, x: Tensor) -> None:
-        if self._after is not None:
-            x = x.contiguous()
-            bound().send_to_stage(self._after.address, LINK_SLOTS, SLOT_BYTES, x.data_ptr(), x.nbytes)
+        x = x.contiguous()
+        bound().send_to_stage(self._after.address, LINK_SLOTS, SLOT_BYTES, x.data_ptr(), x.nbytes)
 
-    def receive(self, out: Tensor) -> None:
-        if self._before is not None:
-            bound().receive_from_stage(self._before.address, LINK_SLOTS, SLOT_BYTES, out.data_ptr(), out.nbytes)
+    def receive(self, out: Tensor) -> bool:
+        bound().receive_from_stage(self._before.address, LINK_SLOTS, SLOT_BYTES, out.data_ptr(), out.nbytes)
+        return not CollectiveFailure([self._before]).is_told
 
 
 class CollectiveFailure:

@@ -97,9 +97,8 @@ class Mesh:
         return self._group(rank, range(self.tensor_size * self.stages))
 
     def link(self, rank: int) -> Link:
-        before, after = rank - self.tensor_size, rank + self.tensor_size
-        last = self.tensor_size * self.stages
-        return SocketLink(self, before if before >= 0 else None, after if after < last else None)
+        count = self.tensor_size * self.stages
+        return SocketLink(self, (rank - self.tensor_size) % count, (rank + self.tensor_size) % count)
 
     def _group(self, rank: int, members: range) -> Collectives:
         if len(members) == 1:
@@ -190,16 +189,16 @@ class SocketCollectives(CpuCollectives):
 
 
 class SocketLink(Link):
-    def __init__(self, mesh: Mesh, before: int | None, after: int | None) -> None:
+    def __init__(self, mesh: Mesh, before: int, after: int) -> None:
+        """The ranks in this one's place of the stages beside it. Of two stages they are the same, both ways."""
         self._mesh, self._before, self._after = mesh, before, after
 
     def send(self, x: Tensor) -> None:
-        if self._after is not None:
-            self._move(self._after, x.contiguous(), sends=True)
+        self._move(self._after, x.contiguous(), sends=True)
 
-    def receive(self, out: Tensor) -> None:
-        if self._before is not None:
-            self._move(self._before, out, sends=False)
+    def receive(self, out: Tensor) -> bool:
+        self._move(self._before, out, sends=False)
+        return not self._mesh.is_told
 
     def _move(self, rank: int, x: Tensor, *, sends: bool) -> None:
         left = memoryview(x.view(-1).view(torch.uint8).numpy().data)

@@ -36,6 +36,7 @@ class RunningStep:
         if self._runner.stage.samples:
             self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
             self._way.sample(self._step)
+            self._runner.stage.give_back(self._step)
             self._runner.proposer.begin(self._step.plan, self._step.every_hidden)
 
     def result(self) -> StepResult:
@@ -100,7 +101,7 @@ class Runner:
         routed = self.routed_experts.wants(plan.rows)
         if routed:
             self.routed_experts.begin()
-        self.stage.receive(step.shape.num_tokens)
+        self.stage.receive(step)
         way = next(way for way in self.ways if way.forward(step))
         if routed:
             step.routed = self.routed_experts.end(plan, self.rows.host_num_computed)
@@ -112,6 +113,7 @@ class Runner:
         self.stage.send(step)
         if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots and self.stage.samples:
             way.sample(step)
+            self.stage.give_back(step)
             self.proposer.begin(plan, step.every_hidden)
         running = RunningStep(self, step, way)
         if self.proposer.follows:

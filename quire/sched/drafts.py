@@ -25,6 +25,10 @@ class NoDrafts:
     def close(self, request: Request) -> None:
         """A request ends, in whatever way."""
 
+    def speculates(self, request: Request) -> bool:
+        """Whether the request may get drafts, so that nobody knows how many tokens a step gives it."""
+        return False
+
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
         """Give drafts to rows of a step that is planned but for them."""
 
@@ -84,6 +88,9 @@ class Drafts(NoDrafts):
         drafters, _ = self._requests.pop(request, ((), None))
         for drafter in drafters:
             drafter.close(request)
+
+    def speculates(self, request: Request) -> bool:
+        return request in self._requests
 
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
         if not self._requests:

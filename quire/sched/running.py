@@ -42,19 +42,27 @@ def plan_running(state: SchedulerState, step: StepDraft, requests: Iterable[Requ
 def in_turn(state: SchedulerState) -> Iterator[Request]:
     """Running requests that a pipeline of several stages may compute in the next step, in order.
 
-    Those whose last token is in flight wait for it: stages before the last know it once it has come back. Of those
-    that decode, a step takes an even share, so that each stage has a batch.
+    A step that computes a token of the step before it cannot begin until that is sampled. So of requests that decode
+    a step takes an even share of those that the newest steps do not have, and only if there are none, of those that
+    they have had for longest. A request with a mask or drafts waits for its token: it is planned by that.
     """
-    running = state.running
-    share = -(-(len(running) - len(state.prefilling)) // state.limits.num_stages)
+    running, num_stages = state.running, state.limits.num_stages
+    newest = list(state.in_flight)[1 - num_stages :]
+    age = {request: place for place, step in enumerate(newest, 1) for request in step.requests}
+    decoding = [
+        request
+        for request in running
+        if request.num_tokens - request.num_computed_tokens == 1
+        and request.num_tokens < request.max_tokens_total
+        and not (request.num_pending and (request.constrained or state.drafting.speculates(request)))
+    ]
+    oldest = min((age.get(request, 0) for request in decoding), default=0)
+    share = -(-(len(running) - len(state.prefilling)) // num_stages)
+    chosen = {*[request for request in decoding if age.get(request, 0) == oldest][:share]}
     for request in list(running):
-        if request.status is not Status.RUNNING or request.num_tokens > len(request.token_ids):
-            continue
-        if request.num_tokens - request.num_computed_tokens == 1:
-            if not share:
-                continue
-            share -= 1
-        yield request
+        is_decoding = request.num_tokens - request.num_computed_tokens == 1
+        if request.status is Status.RUNNING and (request in chosen or not is_decoding):
+            yield request
 
 
 def plan_tokens(state: SchedulerState, step: StepDraft, request: Request, count: int) -> bool:

@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether every token of a request is known when it is planned, whatever else is in flight."""
+        """Whether every token of a request with drafts or masks is known when it is planned."""
         return self._state.limits.num_stages > 1
 
     @property

@@ -195,6 +195,7 @@ class Rank:
             case messages.Pause():
                 self._awaits_masks = False
                 self._answer_all(executor)
+                executor.call_workers(lambda worker: worker.runner.stage.start_over())
                 self._channel.send(messages.Paused())
 
     def _change(self, executor: InProcExecutor, message: messages.RankChange) -> Future[str]:

@@ -222,6 +222,8 @@ class Worker:
     def _let_go(self) -> None:
         """Drop all that runs steps; adapters in host memory stay."""
         assert self.model is not None
+        if self._runner is not None:
+            self._runner.stage.empty_link()
         for layer in self.model.cached_layers():
             layer.unbind()
         self._runner = None

@@ -24,8 +24,9 @@ class LocalLink(Link):
     def send(self, x: Tensor) -> None:
         self._sent.append(x.clone())
 
-    def receive(self, out: Tensor) -> None:
+    def receive(self, out: Tensor) -> bool:
         out.copy_(self._sent.popleft())
+        return True
 
 
 class BothEnds(Link):
@@ -35,8 +36,8 @@ class BothEnds(Link):
     def send(self, x: Tensor) -> None:
         self._after.send(x)
 
-    def receive(self, out: Tensor) -> None:
-        self._before.receive(out)
+    def receive(self, out: Tensor) -> bool:
+        return self._before.receive(out)
 
 
 class LocalStep:
@@ -46,6 +47,7 @@ class LocalStep:
 
     def sample(self, masks: Future[Masks]) -> None:
         self._running[-1].sample(masks.result())
+        self._executor.settle(self._running[-1])
 
     def done(self) -> bool:
         return self._result is not None
@@ -63,9 +65,9 @@ class LocalStep:
 class StagesInOneProcess(Executor):
     def __init__(self, config: EngineConfig, report: ReportPhase) -> None:
         size = config.parallel.pipeline_parallel_size
-        links = [Link(), *(LocalLink() for _ in range(size - 1)), Link()]
+        links = [LocalLink() for _ in range(size)]
         self.workers = [
-            Worker(config, report, None, Pipeline(stage, size, None, BothEnds(*links[stage : stage + 2])))
+            Worker(config, report, None, Pipeline(stage, size, None, BothEnds(links[stage - 1], links[stage])))
             for stage in range(size)
         ]
         self.description = self.workers[-1].description
@@ -80,7 +82,14 @@ class StagesInOneProcess(Executor):
             step = worker.execute(plan)
             ways.add(step._step.way)
             running.append(step)
+        if not plan.mask_slots:
+            self.settle(running[-1])
         return LocalStep(self, running)
+
+    def settle(self, step: RunningStep) -> None:
+        """As executors do: where the device is not asynchronous, the next step may use the memory of this one."""
+        if not self.workers[-1].platform.asynchronous:
+            step.settle()
 
     def capture_next(self) -> bool:
         prepared = [worker.runner.capture_next() for worker in self.workers]

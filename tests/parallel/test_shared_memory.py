@@ -123,9 +123,9 @@ def test_a_link_hands_on_messages_of_any_size_in_their_order() -> None:
     sent += [torch.full((40,), torch.nan), *[torch.ones(SLOT_BYTES // 4)] * (LINK_SLOTS + 3)]
     found = [torch.empty_like(x) for x in sent]
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(lambda: [SharedMemoryLink(None, part).send(x) for x in sent])
+        sending = pool.submit(lambda: [SharedMemoryLink(part, part).send(x) for x in sent])
         for x in found:
-            SharedMemoryLink(part, None).receive(x)
+            SharedMemoryLink(part, part).receive(x)
         sending.result(10)
     assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(found, sent, strict=True))
     memory.close()

@@ -78,21 +78,26 @@ def test_rows_over_sockets_go_from_one_rank_to_some(size: int, rows: int) -> Non
 
 
 def test_stages_sum_among_themselves_and_hand_on() -> None:
-    """Two stages of two ranks: 0 and 1, 2 and 3."""
+    """Two stages of two ranks: 0 and 1, 2 and 3. The last one answers over the same connections."""
     large = torch.randn(3 * SLOT_BYTES // 4, generator=torch.Generator().manual_seed(1)).bfloat16()
 
-    def work(mesh: Mesh, rank: int) -> tuple[list[float], Tensor]:
+    def work(mesh: Mesh, rank: int) -> tuple[list[float], Tensor, list[int]]:
         total = mesh.of_stage(rank).all_reduce(torch.tensor([[float(rank)]]))
         assert mesh.of_all(rank).minimum([10 - rank]) == [7]
-        received = torch.zeros_like(large)
+        received, tokens = torch.zeros_like(large), torch.zeros(3, dtype=torch.int32)
         link = mesh.link(rank)
-        link.receive(received)
-        link.send(large)
-        return total[0].tolist(), received
+        if rank < 2:
+            link.send(large)
+            link.receive(tokens)
+        else:
+            link.receive(received)
+            link.send(torch.full_like(tokens, rank))
+        return total[0].tolist(), received, tokens.tolist()
 
     found: list[Any] = on_ranks(4, work, stages=2)
-    assert [total for total, _ in found] == [[1.0], [1.0], [5.0], [5.0]]
-    assert [torch.equal(received, large) for _, received in found] == [False, False, True, True]
+    assert [total for total, _, _ in found] == [[1.0], [1.0], [5.0], [5.0]]
+    assert [torch.equal(received, large) for _, received, _ in found] == [False, False, True, True]
+    assert [tokens for _, _, tokens in found] == [[2] * 3, [3] * 3, [0] * 3, [0] * 3]
 
 
 @pytest.mark.parametrize("how", ["told", "gone"])

@@ -126,7 +126,13 @@ class Driver:
         assert schedulable, "a step was planned though nothing was schedulable"
         if self.scheduler.awaits_tokens:
             steps = self.scheduler.state.in_flight
-            sampling = [r for step in steps for index, r in enumerate(step.requests) if index not in step.chunks]
+            sampling = [
+                request
+                for step in steps
+                for index, request in enumerate(step.requests)
+                if index not in step.chunks
+                and (request.constrained or self.scheduler.state.drafting.speculates(request))
+            ]
             assert len(set(sampling)) == len(sampling), "a request was planned before its token came back"
         assert sum(plan.num_tokens) <= self.budget
         self.in_flight.append(plan)

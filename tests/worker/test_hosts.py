@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.corpus.requests import corpus_jobs
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.e2e.tiny_grammar import VOCABULARY
 from tests.gpu.helpers import run_jobs
+from tests.worker.steps_ahead import check_steps_ahead
 from tests.worker.test_multiproc import LIMIT, LORA, SETTINGS, assert_alike, assert_serves, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,12 @@ def test_two_hosts_give_the_tokens_of_one_process(two_hosts: EngineCore, model: 
     assert_alike(run_jobs(two_hosts, corpus_jobs(), seed=1), expected)
 
 
+def fail(core: EngineCore, rank: int) -> None:
+    """Have a rank raise before its next step."""
+    executor = executor_of(core)
+    executor._door.send(executor.members[rank].token + ORDERS, Execute(StepPlan(10_000_001, [999], [5])))
+
+
 def test_a_step_that_fails_on_one_host_is_contained(two_hosts: EngineCore) -> None:
     """The other does not wait for it, and they connect anew."""
     executor = executor_of(two_hosts)
@@ -119,7 +127,7 @@ def test_a_step_that_fails_on_one_host_is_contained(two_hosts: EngineCore) -> No
         driver = Driver(two_hosts)
         driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         driver.step()
-        executor._door.send(executor.members[rank].token + ORDERS, Execute(StepPlan(10_000_001, [999], [5])))
+        fail(two_hosts, rank)
         answer = driver.finish()["a"]
         assert (len(answer.token_ids), answer.error) == (40, None)
         assert_serves(two_hosts)
@@ -137,12 +145,15 @@ def test_a_worker_too_many_waits(two_hosts: EngineCore, address: str) -> None:
 def test_a_host_that_is_lost_fails_the_engine_and_another_engine_gets_it_back(
     two_hosts: EngineCore, model: Path, settings: dict[str, Any]
 ) -> None:
-    """The last test of the engine, which it ends."""
+    """The last test of the engine, which it ends. The other one is of stages, with steps ahead between hosts."""
     lose(two_hosts, 1, signal.SIGKILL, r"rank 1 on .* \(process \d+\) was killed by SIGKILL: by hand")
     two_hosts.shutdown()
     again = make_engine(model, pipeline_parallel_size=2, **settings)
     try:
         assert_serves(again)
+        one = make_engine(model, **SETTINGS, **LORA)
+        check_steps_ahead(again, one, partial(fail, again), num_stages=2)
+        one.shutdown()
         lose(again, 0, signal.SIGSTOP, r"rank 0 on .* has not been heard of for 3 s")
     finally:
         for member in executor_of(again).members:

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.e2e.tiny import RECURRENT, Answer, Driver, make_engine, make_model, r
 from tests.e2e.tiny_grammar import VOCABULARY
 from tests.gpu.helpers import make_jobs, run_jobs
 from tests.worker.rank_changes import check_changes
+from tests.worker.steps_ahead import check_steps_ahead
 from tests.worker.test_multiproc import LIMIT, LORA, assert_alike, assert_serves, executor_of, is_alive
 
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
@@ -38,13 +41,25 @@ def assert_equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert found[name].prompt_logprobs == answer.prompt_logprobs, name
 
 
-def run(model: Path, jobs: Any, **settings: Any) -> dict[str, Answer]:
+@contextmanager
+def engine(model: Path, **settings: Any) -> Iterator[EngineCore]:
     core = make_engine(model, **SETTINGS | settings)
     core.constraints.set_vocabulary(VOCABULARY)
     try:
-        return run_jobs(core, jobs, seed=1)
+        yield core
     finally:
         core.shutdown()
+
+
+def run(model: Path, jobs: Any, **settings: Any) -> dict[str, Answer]:
+    with engine(model, **settings) as core:
+        return run_jobs(core, jobs, seed=1)
+
+
+def fail(core: EngineCore, rank: int) -> None:
+    """Have a rank raise before its next step."""
+    bad = msgspec.msgpack.encode(Execute(StepPlan(10_000_001, [999], [5])))
+    executor_of(core).ranks[rank].send(NOTICE.pack(-1, len(bad), 0) + bad)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +103,8 @@ def test_requests_that_decode_are_shared_by_the_steps_in_flight(two_stages: Engi
     while two_stages.has_work():
         driver.step()
         seen.append([len(step.plan.rows) for step in two_stages.scheduler.state.in_flight])
-    # Steps come back one at a time, so that one stays in flight, with the other half of the rows.
-    assert seen.count([2]) > 20, seen
+    # Steps come back one at a time, so that two stay in flight, each with half of the rows.
+    assert seen.count([2, 2]) > 20, seen
 
 
 def test_a_step_that_fails_in_one_stage_is_contained(two_stages: EngineCore) -> None:
@@ -98,11 +113,15 @@ def test_a_step_that_fails_in_one_stage_is_contained(two_stages: EngineCore) -> 
         driver = Driver(two_stages)
         driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         driver.step()
-        bad = msgspec.msgpack.encode(Execute(StepPlan(10_000_001, [999], [5])))
-        executor_of(two_stages).ranks[rank].send(NOTICE.pack(-1, len(bad), 0) + bad)
+        fail(two_stages, rank)
         answer = driver.finish()["a"]
         assert (len(answer.token_ids), answer.error) == (40, None)
         assert_serves(two_stages)
+
+
+def test_several_steps_of_one_request_are_in_flight_through_two_stages(two_stages: EngineCore, model: Path) -> None:
+    with engine(model, **LORA) as one:
+        check_steps_ahead(two_stages, one, partial(fail, two_stages), num_stages=2)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
@@ -145,7 +164,10 @@ def test_three_stages_of_every_kind_of_layer(kind: str, tmp_path: Path) -> None:
     settings = {name: sizes.pop(name) for name in ("quantization", "speculative_config") if name in sizes}
     model, jobs = make_model(tmp_path / "model", **sizes), make_jobs(16, longest=100)
     settings |= {"max_model_len": 256}
-    assert_equal(run(model, jobs, pipeline_parallel_size=3, **settings), run(model, jobs, **settings))
+    with engine(model, pipeline_parallel_size=3, **settings) as three, engine(model, **settings) as one:
+        assert_equal(run_jobs(three, jobs, seed=1), run_jobs(one, jobs, seed=1))
+        if kind == "recurrent":
+            check_steps_ahead(three, one, partial(fail, three), num_stages=3)
 
 
 def test_a_number_of_stages_that_layers_do_not_allow_names_those_that_they_do(model: Path) -> None:
