@@ -257,10 +257,11 @@ def _pooler(
         generates="generates" in architecture.capabilities and not description.is_bidirectional,
         is_encoder=description.is_bidirectional,
     )
-    if pooler is not None and pooler.generates and config.speculation.speculative_config is not None:
+    speculative = config.speculation.speculative_config
+    if pooler is not None and pooler.generates and speculative is not None and speculative.method == "eagle3":
         raise ConfigError(
-            "speculative_config is given, but a model that generates and embeds takes no drafts; leave it out, or"
-            " --convert"
+            "speculative_config: eagle3 reads hidden states of a model that generates and embeds instead of those that"
+            " it embeds by; use another method, or leave out --convert"
         )
     return pooler
 

@@ -131,6 +131,7 @@ class Counting:
 
     def __init__(self, core: EngineCore) -> None:
         self.num_drafts = self.num_accepted = self.num_steps = 0
+        self.num_pooled_beside = 0  # rows that pooled in a step with drafts
         self.rejected: set[str | None] = set()  # requests that a draft did not hold of
         self._request_ids = runner_of(core).rows.request_ids
         self._finish = runner_of(core).finish
@@ -140,6 +141,7 @@ class Counting:
         result, plan = self._finish(step), step.plan
         assert isinstance(plan, StepPlan)
         self.num_steps += 1
+        self.num_pooled_beside += len(result.pooled) if plan.draft_token_ids else 0
         for row, tokens in zip(plan.rows, result.token_ids, strict=True):
             if drafts := plan.draft_token_ids.get(row):
                 self.num_drafts += len(drafts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from quire import LLM
 from quire.engine.core import EngineCore
@@ -15,6 +16,9 @@ from quire.types.errors import ConfigError, RequestError
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
+from tests.e2e import draft_heads
+from tests.e2e.draft_heads import Target
+from tests.e2e.drafting import Counting, draft_always
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import make_engine, make_model
 from tests.kernels.triton.paged import needs_triton
@@ -27,6 +31,10 @@ TEXTS = [
     SamplingParams(max_tokens=5, temperature=0.9, seed=3, top_k=7),
     SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
     SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3),
+]
+LONG = [
+    SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True),
 ]
 
 
@@ -136,9 +144,37 @@ def test_from_python(decoder: Path) -> None:
             llm.classify({"prompt_token_ids": PROMPTS[0]})
 
 
-def test_what_does_not_go_together_is_refused(decoder: Path) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(ConfigError, match="takes no drafts"):
-        make_engine(decoder, **BOTH, speculative_config=drafts)
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_drafts_change_neither_texts_nor_vectors(decoder: Path, tmp_path: Path, method: str, kind: str) -> None:
+    """Also of rows that pool in a step that verifies drafts of others."""
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        config["model"] = str(decoder)
+    elif method != "ngram":
+        config["model"] = str(getattr(draft_heads, method)(tmp_path / "head", Target(decoder))[0])
+    core = make_engine(decoder, **BOTH, **settings, speculative_config=config)
+    draft_always(core)
+    counted, pooled = Counting(core), PoolingParams(task="embed", pooling=kind)
+    texts = [replace(text_request(number), max_tokens=30, params=LONG[number % 2]) for number in range(6)]
+    vectors = [replace(vector_request(number), params=pooled) for number in range(10)]
+    rng = random.Random(7)
+    found = run(core, rng.sample(texts + vectors, 16), rng)
+    alone = run(make_engine(decoder, max_model_len=256, **settings), texts, rng)
+    kept = str(worker_of(core).plan.kv_dtype).removeprefix("torch.")
+    expected = pool(make_engine(decoder, runner="pooling", max_model_len=256, kv_cache_dtype=kept), PROMPTS, pooled)
+    for request in texts:
+        assert told(found[request.request_id]) == told(alone[request.request_id])
+    for number, request in enumerate(vectors):
+        assert found[request.request_id][0].pooled == expected[number % 5].pooled
+    assert counted.num_drafts > 10
+    assert counted.num_pooled_beside > 0
+
+
+def test_what_does_not_go_together_is_refused(decoder: Path, tmp_path: Path) -> None:
+    head, _ = draft_heads.eagle3(tmp_path / "head", Target(decoder), taps=(0, 1, 1))
+    with pytest.raises(ConfigError, match="eagle3 .* instead of those that it embeds by"):
+        make_engine(decoder, **BOTH, speculative_config={"method": "eagle3", "model": str(head)})
     with pytest.raises(ConfigError, match="set --runner pooling, or leave one out"):
         make_engine(decoder, runner="generate", convert="classify")
