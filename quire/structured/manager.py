@@ -216,8 +216,9 @@ class GrammarManager:
         for mask, count in zip(masks, counts, strict=True):
             token = None
             if 0 < count <= _FEW:
-                bits = np.unpackbits(mask.view(np.uint8), count=len(self._pieces), bitorder="little")
-                allowed = np.flatnonzero(bits).tolist()
+                words = np.flatnonzero(mask)
+                places, bits = np.nonzero(mask[words].view(np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1)
+                allowed = (32 * words[places] + bits).tolist()
                 pieces = [self._pieces[other] for other in allowed]
                 longest = max(pieces, key=len)
                 may_end = not self._ends.isdisjoint(allowed)
