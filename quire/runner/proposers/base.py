@@ -64,10 +64,15 @@ def copy_rows(mine: RequestRows, theirs: RequestRows, row_list: Sequence[int], s
     mine.numbers[:, place] = numbers
 
 
-def num_valid(plan: StepPlan, result: StepResult, index: int) -> int:
-    """How many of the tokens that a step computed of a row are the row's: all but the drafts that did not hold."""
-    drafts, tokens = plan.draft_token_ids.get(plan.rows[index], ()), result.token_ids[index]
-    return plan.num_tokens[index] - (1 + len(drafts) - len(tokens) if drafts and tokens else 0)
+def valid_tokens(plan: StepPlan, result: StepResult) -> dict[int, range]:
+    """Row -> those of a step's tokens that are the row's: all but drafts that do not hold; not of rows that failed."""
+    found, first = dict[int, range](), 0
+    for index, (row, count, tokens) in enumerate(zip(plan.rows, plan.num_tokens, result.token_ids, strict=True)):
+        drafts = plan.draft_token_ids.get(row, ())
+        if index not in result.errors:
+            found[row] = range(first, first + count - (1 + len(drafts) - len(tokens) if drafts and tokens else 0))
+        first += count
+    return found
 
 
 class Drafting:

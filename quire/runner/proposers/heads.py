@@ -25,7 +25,7 @@ from quire.models.drafters.base import DraftHead
 from quire.platform.transfer import upload
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists
-from quire.runner.proposers.base import Drafting, NoProposer, copy_rows, num_valid
+from quire.runner.proposers.base import Drafting, NoProposer, copy_rows, valid_tokens
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.stages import StageInputs
@@ -103,14 +103,9 @@ class HeadProposer(NoProposer):
             if result.errors or len(found) < len(plan.num_proposals):
                 self._inputs.buffer.zero_()
             return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
-        fresh: dict[int, range] = {}  # row -> its tokens in `hidden`
-        first = 0
-        for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
-            if index in result.errors:
-                self._pending.pop(row, None)
-            else:
-                fresh[row] = range(first, first + num_valid(plan, result, index))
-            first += count
+        for index in result.errors:
+            self._pending.pop(plan.rows[index], None)
+        fresh = valid_tokens(plan, result)
         if fresh and not self._keep(fresh, hidden):
             self._draft(fresh, hidden, {}).get()
         return {}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.models.drafters.medusa import Medusa
 from quire.platform.transfer import Download, upload
-from quire.runner.proposers.base import NoProposer, num_valid
+from quire.runner.proposers.base import NoProposer, valid_tokens
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.types.step import StepPlan, StepResult
@@ -23,12 +23,11 @@ class MedusaProposer(NoProposer):
     @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         assert hidden is not None
-        asked: dict[int, int] = {}  # index -> the token of the step whose hidden state is read
-        first = 0
-        for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
-            if row in plan.num_proposals and index not in result.errors:
-                asked[index] = first + num_valid(plan, result, index) - 1
-            first += count
+        valid = valid_tokens(plan, result)
+        # Index -> the token of the step whose hidden state is read.
+        asked = {
+            index: valid[row][-1] for index, row in enumerate(plan.rows) if row in plan.num_proposals and row in valid
+        }
         if not asked:
             return {}
         mine, theirs, device = self._rows, self._target, hidden.device
