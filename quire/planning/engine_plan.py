@@ -260,8 +260,8 @@ def _pooler(
     speculative = config.speculation.speculative_config
     if pooler is not None and pooler.generates and speculative is not None and speculative.method == "eagle3":
         raise ConfigError(
-            "speculative_config: eagle3 reads hidden states of a model that generates and embeds instead of those that"
-            " it embeds by; use another method, or leave out --convert"
+            "speculative_config: method is eagle3, whose heads read other hidden states than those that a model which"
+            " generates and embeds keeps; use another method, or leave out --convert"
         )
     return pooler
 

@@ -65,7 +65,7 @@ def copy_rows(mine: RequestRows, theirs: RequestRows, row_list: Sequence[int], s
 
 
 def valid_tokens(plan: StepPlan, result: StepResult) -> dict[int, range]:
-    """Row -> those of a step's tokens that are the row's: all but drafts that do not hold; not of rows that failed."""
+    """Row -> which of a step's tokens are the row's: all but drafts that do not hold. Not of rows that failed."""
     found, first = dict[int, range](), 0
     for index, (row, count, tokens) in enumerate(zip(plan.rows, plan.num_tokens, result.token_ids, strict=True)):
         drafts = plan.draft_token_ids.get(row, ())
