@@ -9,7 +9,7 @@ from quire.sched.preempt import detach, preempt
 from quire.sched.request import Request, Status
 from quire.sched.running import plan_tokens
 from quire.sched.state import InFlight, SchedulerState, StepDraft, order_key
-from quire.sched.update import first_output
+from quire.sched.update import reported
 from quire.types.outputs import EngineOutput
 
 
@@ -59,7 +59,7 @@ def fail_requests(state: SchedulerState, requests: list[Request], message: str) 
     """End requests with an error."""
     # In their order, in which their blocks become free: a replay must plan with the same blocks.
     ended = [request for request in requests if request.status is not Status.FINISHED]
-    outputs = [first_output(request, [], "error", error=message) for request in ended]
+    outputs = [reported(one, EngineOutput(one.request_id, [], "error", error=message)) for one in ended]
     for request in ended:
         state.end(request)
     state.forget_finished(set(ended))

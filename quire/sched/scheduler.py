@@ -21,7 +21,7 @@ from quire.sched.request import Request
 from quire.sched.running import in_turn, plan_oldest_prompt, plan_running
 from quire.sched.shares import TokenShares, WholePrompts
 from quire.sched.state import InFlight, Limits, SchedulerState, StepDraft
-from quire.sched.update import apply_result, first_output
+from quire.sched.update import apply_result, reported
 from quire.types.control import LiveLimits
 from quire.types.errors import ConfigError, EngineError
 from quire.types.outputs import EngineOutput, EngineStats
@@ -66,7 +66,7 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests at once, also while they are in flight. Unknown ids are ignored: they may just have ended."""
-        return [first_output(request, [], "abort") for request in self._drop(request_ids)]
+        return [reported(one, EngineOutput(one.request_id, [], "abort")) for one in self._drop(request_ids)]
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """End requests whose last output has been made, also while they are in flight."""

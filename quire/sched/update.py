@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import msgspec
+
 from quire.sched.request import CAUGHT_UP, Request, Status
 from quire.sched.state import InFlight, SchedulerState
 from quire.types.errors import EngineError
 from quire.types.outputs import EngineOutput
 from quire.types.request import FinishReason
-from quire.types.step import Pooled, RoutedExperts, StepResult, TokenLogprobs
+from quire.types.sampling import SamplingParams
+from quire.types.status import MESSAGES, NO_TOKEN
+from quire.types.step import StepResult, TokenLogprobs
 
 
 def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> list[EngineOutput]:
@@ -45,7 +49,7 @@ def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> l
             output = _apply_row(state, step, result, index)
             if output is None:
                 continue
-            emit(output)
+            emit(reported(request, output))
             if output.finish_reason is None:
                 continue
         else:
@@ -60,8 +64,10 @@ def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> l
 def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index: int) -> EngineOutput | None:
     """Apply one row in full generality; None when there is nothing to say yet."""
     request = step.requests[index]
+    request_id = request.request_id
     if index in result.errors:
-        return first_output(request, [], "error", error=result.errors[index])
+        error = result.errors[index]
+        return EngineOutput(request_id, [], "error", error=error, error_field=_blamed(request, error))
     chunk = step.chunks.get(index)
     num_drafts = len(step.drafts.get(index, ()))
     end = chunk.end if chunk is not None else len(request.token_ids)
@@ -76,18 +82,18 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
             _end_retry(state, request, end)
         if not prompt_logprobs and routed is None:
             return None
-        return first_output(request, [], prompt_logprobs=prompt_logprobs, routed=routed)
+        return EngineOutput(request_id, [], prompt_logprobs=prompt_logprobs, routed_experts=routed)
     if request.pools:
         if index not in result.pooled:
-            return first_output(request, [], "error", error="the step returned no pooled output for it")
+            return EngineOutput(request_id, [], "error", error="the step returned no pooled output for it")
         if request.status is Status.RUNNING:
             state.kv.store(request.kv, request.token_ids, end)
-        return first_output(request, [], "stop", pooled=result.pooled[index])
+        return EngineOutput(request_id, [], "stop", pooled=result.pooled[index])
 
     tokens = result.token_ids[index]
     if len(tokens) > 1 + num_drafts:
         error = f"the step returned {len(tokens)} tokens for it but had {num_drafts} drafts to verify"
-        return first_output(request, [], "error", error=error)
+        return EngineOutput(request_id, [], "error", error=error)
     _retract(request, 1 + num_drafts - len(tokens))
     tokens, reason, stop_reason = _append(request, tokens)
     if request.status is Status.RUNNING:
@@ -102,52 +108,45 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     logprobs = result.logprobs.get(index)
     num_predicted = num_drafts if index in step.predicted else 0
     num_held = min(num_predicted, len(result.token_ids[index]) - 1, len(tokens)) if num_predicted else 0
-    return first_output(
-        request,
+    return EngineOutput(
+        request_id,
         tokens,
         reason,
         stop_reason,
-        logprobs=None if logprobs is None else logprobs[: len(tokens)],
-        prompt_logprobs=prompt_logprobs,
-        num_accepted=num_held,
-        num_rejected=num_predicted - num_held,
-        routed=routed,
-    )
-
-
-def first_output(
-    request: Request,
-    token_ids: list[int],
-    finish_reason: FinishReason | None = None,
-    stop_reason: int | None = None,
-    *,
-    logprobs: list[TokenLogprobs] | None = None,
-    prompt_logprobs: list[TokenLogprobs] | None = None,
-    error: str | None = None,
-    pooled: Pooled | None = None,
-    num_accepted: int = 0,
-    num_rejected: int = 0,
-    routed: RoutedExperts | None = None,
-) -> EngineOutput:
-    """An output that tells the number of cached tokens and the queue time if none before it has."""
-    first = not request.reported
-    request.reported = True
-    return EngineOutput(
-        request.request_id,
-        token_ids,
-        finish_reason,
-        stop_reason,
-        logprobs,
+        None if logprobs is None else logprobs[: len(tokens)],
         prompt_logprobs,
-        request.num_cached_tokens if first else -1,
-        error,
-        pooled,
-        request.queue_time if first else None,
-        num_accepted_predictions=num_accepted,
-        num_rejected_predictions=num_rejected,
+        num_accepted_predictions=num_held,
+        num_rejected_predictions=num_predicted - num_held,
         routed_experts=routed,
-        num_without_state=request.num_without_state if first else 0,
     )
+
+
+def reported(request: Request, output: EngineOutput) -> EngineOutput:
+    """`output`, which tells the number of cached tokens and the queue time if no output before it has."""
+    if request.reported:
+        return output
+    request.reported = True
+    return msgspec.structs.replace(
+        output,
+        num_cached_tokens=request.num_cached_tokens,
+        queue_time=request.queue_time,
+        num_without_state=request.num_without_state,
+    )
+
+
+def _blamed(request: Request, error: str) -> str | None:
+    """The field of the request that left no token to choose from, if that is the error."""
+    params, grammar = request.engine_request.params, request.engine_request.grammar
+    if error != MESSAGES[NO_TOKEN] or not isinstance(params, SamplingParams):
+        return None
+    constraints: dict[str, object] = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+    }
+    if grammar is not None:
+        constraints[f"structured_outputs.{grammar.kind}"] = grammar.text
+    return next((field for field, value in constraints.items() if value), None)
 
 
 def _retract(request: Request, count: int) -> None:

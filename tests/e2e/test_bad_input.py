@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.loader import fetch
 from quire.types import errors
-from quire.types.errors import BatchError, GenerationError, QuireError, RequestError
+from quire.types.errors import BatchError, QuireError, RequestError
 from quire.types.sampling import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.e2e.tiny import VOCAB, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
@@ -226,7 +226,8 @@ def test_contradictory_sampling_values_fail_the_request_alone(llm: LLM) -> None:
     impossible = SamplingParams(allowed_token_ids=[2], min_tokens=2, max_tokens=4)  # 2 is the end of the text
     with pytest.raises(BatchError, match=r"1 of 3 requests failed.*request 1: .*no token may be chosen") as info:
         llm.generate(["a", "b", "c"], [GREEDY, impossible, GREEDY])
-    assert isinstance(info.value.errors[1], GenerationError)
+    assert isinstance(info.value.errors[1], RequestError)
+    assert info.value.errors[1].field == "allowed_token_ids"
     assert [output is not None for output in info.value.outputs] == [True, False, True]
 
 

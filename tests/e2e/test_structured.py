@@ -332,6 +332,8 @@ def test_what_leaves_no_token_fails_that_request_alone(plain: LLM) -> None:
         plain.generate(["a", "b", "c"], [bad, good, wrong], use_tqdm=False)
     assert info.value.outputs[1].outputs[0].text == "abc"
     assert "no token may be chosen" in str(info.value.errors[0])
+    assert isinstance(info.value.errors[0], RequestError)
+    assert info.value.errors[0].field == "allowed_token_ids"
     assert isinstance(info.value.errors[2], RequestError)
     assert info.value.errors[2].field == "structured_outputs.grammar"
 

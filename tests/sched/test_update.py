@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.types.outputs import EngineOutput
 from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.status import BAD_LOGITS, MESSAGES, NO_TOKEN
 from quire.types.step import StepResult, TokenLogprobs
+from quire.types.structured import GrammarSource
 from tests.fakes import ScriptedDrafter, pooled_sum
 from tests.sched.driver import Driver, make_request
 
@@ -140,3 +143,25 @@ def test_abort_at_any_moment() -> None:
     assert driver.ending("other")[1] == "length"
     assert driver.tokens("running") == []
     driver.abort("running")
+
+
+@pytest.mark.parametrize(
+    ("params", "grammar", "field"),
+    [
+        (sampling(allowed_token_ids=(5,)), GrammarSource("regex", "abc"), "allowed_token_ids"),
+        (sampling(allowed_token_ids=(9,), min_tokens=2), None, "allowed_token_ids"),
+        (sampling(bad_words_token_ids=((5,),)), GrammarSource("regex", "a"), "bad_words"),
+        (sampling(min_tokens=2), GrammarSource("json", "{}"), "min_tokens"),
+        (sampling(), GrammarSource("json", "{}"), "structured_outputs.json"),
+        (sampling(), None, None),
+    ],
+)
+def test_constraints_that_leave_no_token_are_the_callers_mistake(
+    params: SamplingParams, grammar: GrammarSource | None, field: str | None
+) -> None:
+    for status, expected in ((NO_TOKEN, field), (BAD_LOGITS, None)):
+        driver = Driver()
+        request = make_request("a", [1, 2], 4, params, eos_token_ids=(9,))
+        driver.scheduler.add_request(msgspec.structs.replace(request, grammar=grammar))
+        (output,) = answer(driver, [[]], errors={0: MESSAGES[status]})
+        assert (output.finish_reason, output.error_field) == ("error", expected)
