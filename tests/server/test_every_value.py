@@ -102,6 +102,19 @@ async def test_every_number_with_extremes(path: str) -> None:
     assert_compiled({request.grammar for request in client.added if request.grammar is not None})
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"])
+async def test_a_length_that_no_context_has_is_refused_at_once(field: str) -> None:
+    """Clamped, such a number would be minutes of text that nobody asked for; what a context might have is clamped."""
+    client = long_client("x")
+    numbers = [hole for hole in HOLES if hole.kind == "number"]
+    found = [hole for hole in numbers if f'"{field}": 77' in json.dumps(hole.body(77))]
+    assert found
+    async with http(make_app(client, admin_keys=(ADMIN_KEY,))) as session:
+        for hole in found:
+            assert_names(await post(session, hole.path, json.dumps(hole.body(10**30))), hole)
+            assert client.added == []
+
+
 def holes_of(path: str, kind: str) -> list[Hole]:
     return [hole for hole in HOLES if hole.path == path and hole.kind == kind]
 

@@ -85,6 +85,16 @@ async def test_what_a_search_would_not_obey_is_refused_by_name(field: str, value
     assert refused.json()["error"]["param"] == field
 
 
+async def test_a_search_does_not_echo_log_probabilities() -> None:
+    """Though it echoes: the refusal names what was sent, not the field that the echo would have to set."""
+    body = {"prompt": "Hi", "max_tokens": 3, "use_beam_search": True, "echo": True}
+    async with serving(Alphabet()) as session:
+        assert texts((await session.post("/v1/completions", json=body)).json()) == ["Hiaaa"]
+        refused = (await session.post("/v1/completions", json={**body, "logprobs": 1})).json()["error"]
+    assert refused["param"] == "echo"
+    assert "prompt_logprobs" not in refused["message"]
+
+
 @pytest.mark.parametrize("field", [{"length_penalty": 1.5}, {"beam_width": 4}])
 async def test_fields_of_a_search_need_one(field: dict[str, Any]) -> None:
     async with serving(Alphabet()) as session:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.server.conversation.answer import FinishReason
 from quire.server.conversation.schema_check import SchemaReport
 from quire.server.conversation.template_fields import TemplateFields
+from quire.server.generation.fields import SmallInt
 from quire.server.openai.logprobs import ChatLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
 from quire.server.openai.usage import Usage
@@ -82,8 +83,10 @@ class ChatCompletionRequest(SamplingFields, ConversationFields):
         }
     )
 
-    max_tokens: int | None = Field(None, description="Clamped to what the context leaves.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; wins over it.")
+    max_tokens: SmallInt | None = Field(None, description="Clamped to what the context leaves.")
+    max_completion_tokens: SmallInt | None = Field(
+        None, ge=1, description="The newer name of max_tokens; wins over it."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="How many candidates per token; needs logprobs.")
     echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")

@@ -136,6 +136,8 @@ def _params(
         params = msgspec.structs.replace(params, structured_outputs=wanted.constraint)
     shows_logprobs = body.logprobs is not None or bool(body.logprob_token_ids)
     if body.echo and shows_logprobs and params.prompt_logprobs is None:
+        if body.use_beam_search:
+            raise RequestError("echo with logprobs is not supported with use_beam_search; leave one out", "echo")
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs or 0)
     return params
 
@@ -161,6 +163,7 @@ class CompletionAnswer:
         self._usage = UsageCounter(has_prediction=body.prediction is not None)
         self._n = generation.params.n if body.best_of is None else body.n or 1
         self._echo = bool(body.echo)
+        self._keeps = body.truncate_prompt_tokens
         self._no_tokens = body.max_tokens == 0
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
@@ -254,7 +257,9 @@ class CompletionAnswer:
         return concatenated(echoed, new)
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
+        """The prompt as far as it was kept: text and tokens agree."""
+        kept = self._context.provider.engine.info.max_model_len - 1 if self._keeps == -1 else self._keeps
+        if output.prompt is not None and (kept is None or len(output.prompt_token_ids) < kept):
             return output.prompt
         return self._context.tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
 

@@ -39,7 +39,9 @@ class CompletionRequest(SamplingFields):
     prompt_embeds: PromptEmbedsField | None = Field(
         None, description="Embeddings in place of a prompt, if the server was started with --enable-prompt-embeds."
     )
-    max_tokens: int | None = Field(None, description="Clamped to what the context leaves; 0 with echo only echoes.")
+    max_tokens: SmallInt | None = Field(
+        None, description="Clamped to what the context leaves; 0 with echo only echoes."
+    )
     logprobs: int | None = Field(None, description="How many candidates per token.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     best_of: SmallInt | None = Field(

@@ -180,7 +180,7 @@ async def test_fields_reach_the_engine() -> None:
 
 
 async def test_max_tokens_is_clamped_and_open_ended_by_default() -> None:
-    for limit in (10**30, MAX_MODEL_LEN, None):
+    for limit in (10**9, MAX_MODEL_LEN, None):
         client = FakeClient("x")
         await ask(client, max_tokens=limit)
         assert client.added[0].max_tokens == MAX_MODEL_LEN - len("[user]Hello\n[assistant]")

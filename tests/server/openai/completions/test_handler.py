@@ -74,6 +74,23 @@ async def test_echo_of_text_and_of_token_ids() -> None:
     assert (await complete(FakeClient("!"), echo=True, prompt=[BOS, 83]))["choices"][0]["text"] == "<s>S!"
 
 
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, "ay"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, "Sa"),
+        ({"truncate_prompt_tokens": 3}, "Say"),
+        ({"truncate_prompt_tokens": 9}, "Say"),
+        ({"truncate_prompt_tokens": -1, "prompt": "x" * 9 + "y" * MAX_MODEL_LEN}, "y" * (MAX_MODEL_LEN - 1)),
+    ],
+)
+async def test_echo_shows_what_was_kept_of_a_prompt(fields: dict[str, Any], kept: str) -> None:
+    for stream in (False, True):
+        answer = await complete(FakeClient("!"), echo=True, max_tokens=0, logprobs=0, stream=stream, **fields)
+        choice = answer[0]["choices"][0] if stream else answer["choices"][0]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == kept
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_without_any_token(stream: bool) -> None:
     answer = await complete(
@@ -137,7 +154,7 @@ async def test_prompt_logprobs() -> None:
 async def test_defaults_and_clamping() -> None:
     client = FakeClient("x" * 100)
     async with serving(client) as session:
-        for body in ({}, {"max_tokens": 10**20}, {"max_tokens": None}):
+        for body in ({}, {"max_tokens": 10**9}, {"max_tokens": None}):
             await session.post(URL, json={"prompt": "Say", **body})
     assert [request.max_tokens for request in client.added] == [64, MAX_MODEL_LEN - 3, 64]
 
