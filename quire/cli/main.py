@@ -23,6 +23,7 @@ EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NO_ADDRESSES = "failed to map segment"  # the loader's error where the address space is exhausted
 
 # What people want to do -> name of a command -> its line in `quire --help`; the module is quire.cli.<name>.
@@ -130,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(QuireError(f"memory ran out while starting ({error}); raise ulimit -v, or free some memory"))
         return EXIT_ERROR
     except OSError as error:
+        if error.errno in _UNUSABLE and error.filename is not None and level != "DEBUG":
+            why = f"{error.filename} cannot be used: {error.strerror}"
+            report(QuireError(f"{why}; name another path, or make this one readable and writable"))
+            return EXIT_ERROR
         if error.errno not in _FULL:
             raise
         _drop_output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -204,3 +205,17 @@ def test_a_full_disk_is_one_line_and_no_traceback() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: the output cannot be written: No space left on device; free some space")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR]
+)
+def test_a_path_that_cannot_be_used_is_one_line_and_no_traceback(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, failing(OSError(number, os.strerror(number), "models/vectors.npy")))
+    assert cli.main(["run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: models/vectors.npy cannot be used: {os.strerror(number)}; ")
+    with pytest.raises(OSError, match="vectors"):
+        cli.main(["run", "--debug"])
