@@ -66,6 +66,9 @@ class FlightRecorder(StepLog):
         try:
             os.posix_fallocate(file, 0, size)  # a full disk must not end the engine by a signal later
             self._map = mmap.mmap(file, size)
+        except OSError:
+            path.unlink()  # an empty file would look like what a dead engine left
+            raise
         finally:
             os.close(file)
         header = MAGIC + msgspec.json.encode(info)

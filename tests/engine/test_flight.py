@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import re
 import signal
@@ -185,6 +187,15 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
     (tmp_path / "file").write_text("")
     assert make_flight_recorder(tmp_path / "file", FlightInfo(1, 0.0, 4, "m", "0")) is None
     assert "are not kept" in caplog.text
+
+
+def test_a_full_disk_leaves_no_file_that_looks_like_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert make_flight_recorder(tmp_path, FlightInfo(1, 0.0, 4, "m", "0")) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
