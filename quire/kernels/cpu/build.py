@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -76,6 +77,18 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
     """Name and compiler flags of each instruction set that the library is compiled for."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return X86 if is_x86 else PORTABLE
+
+
+def is_cut(library: Path) -> bool:
+    """Whether the end of the file is missing: loading it would end the process by a signal."""
+    size = library.stat().st_size
+    with library.open("rb") as file:
+        header = file.read(64)
+    if not header.startswith(b"\x7fELF"):
+        return size == 0
+    # The table of sections is the last part of a file that a linker writes.
+    (at,), (width, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
+    return bool(size < at + width * count)
 
 
 def build(target: Path, extra_flags: Sequence[str] = ()) -> None:

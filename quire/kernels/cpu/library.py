@@ -82,9 +82,10 @@ def load() -> Library | None:
     try:
         return Library(_find_or_build())
     except (OSError, build.BuildError) as error:
-        logger.warning(
-            "no CPU kernels (%s); using torch, which is slower. Install a C++ compiler, for example g++", error
-        )
+        fix = "Install a C++ compiler, for example g++"
+        if isinstance(error, OSError):  # without a number: the loader's, about a file that was built
+            fix = "Delete that file" if error.errno is None else "Set QUIRE_CACHE to a folder that can be written to"
+        logger.warning("no CPU kernels (%s); using torch, which is slower. %s", error, fix)
         return None
 
 
@@ -128,7 +129,9 @@ def find_or_build(extra_flags: tuple[str, ...]) -> Path:
     target = env.cache_dir() / "native" / name
     for path in (INSTALLED / name, target):
         if path.exists():
-            return path
+            if not build.is_cut(path):
+                return path
+            logger.warning("%s is not whole, as after a full disk; the CPU kernels are built again", path)
     started = time.perf_counter()
     logger.info("building the CPU kernels, once for this machine ...")
     build.build(target, extra_flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config import env
 from quire.kernels.cpu import build, library
 from tests.kernels.cpu.isa import needs_library
 
@@ -96,7 +98,7 @@ def test_first_use_builds_once_into_the_cache(
     def build_one(target: Path, extra_flags: tuple[str, ...]) -> None:
         built.append(target)
         target.parent.mkdir(parents=True)
-        target.touch()
+        target.write_text("compiled")
 
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.delenv("QUIRE_CPU_SANITIZE", raising=False)
@@ -110,10 +112,46 @@ def test_first_use_builds_once_into_the_cache(
     assert "building the CPU kernels" in caplog.text
 
 
+@needs_library
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_library_that_was_cut_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: float) -> None:
+    """As after a full disk or a crash: loaded, it would end the process by SIGBUS."""
+    whole = library._find_or_build().read_bytes()
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "INSTALLED", tmp_path / "nothing")
+    monkeypatch.setattr(build, "build", lambda target, extra_flags: target.write_bytes(whole))
+    target = tmp_path / "native" / build.library_name(build.SANITIZE if env.cpu_sanitizers() else ())
+    target.parent.mkdir()
+    target.write_bytes(whole[: int(kept * len(whole))])
+    assert library._find_or_build() == target
+    assert target.read_bytes() == whole
+    assert not build.is_cut(target)
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (build.BuildError("none of c++ is installed"), "Install a C++ compiler"),
+        (OSError("libquire.so: invalid ELF header"), "Delete that file"),
+        (PermissionError(errno.EACCES, "Permission denied", "native"), "Set QUIRE_CACHE"),
+    ],
+)
+def test_without_kernels_a_line_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, fix: str
+) -> None:
+    def find() -> Path:
+        raise error
+
+    monkeypatch.setattr(library, "_find_or_build", find)
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    assert library.load.__wrapped__() is None
+    assert fix in caplog.text
+
+
 def test_an_installed_library_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("QUIRE_CPU_SANITIZE", raising=False)
     monkeypatch.setattr(library, "INSTALLED", tmp_path)
-    (tmp_path / build.library_name()).touch()
+    (tmp_path / build.library_name()).write_text("compiled")
     assert library._find_or_build() == tmp_path / build.library_name()
 
 
