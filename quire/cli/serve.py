@@ -34,7 +34,13 @@ def run(args: argparse.Namespace) -> int:
     if settings.models is not None:
         return _run_several(settings.models, engine_settings_from(args), settings)
     config = engine_config_from(args)
-    from quire.server.launch import run_server  # after the arguments are known to be good: this import is slow
+    # After the arguments are known to be good: these imports are slow.
+    if settings.api_server_count > 1:
+        from quire.server.processes.launch import run_processes
+
+        run_processes(config, settings)
+        return 0
+    from quire.server.launch import run_server
 
     run_server(config, settings)
     return 0
@@ -44,6 +50,10 @@ def _run_several(path: str, defaults: dict[str, Any], settings: ServerConfig) ->
     if "model" in defaults:
         raise ConfigError(f"a model ({defaults['model']}) and --models are given; name the model in {path}")
     models = read_models(path, defaults, settings)
+    if settings.api_server_count > 1:
+        from quire.server.processes.launch import check_processes
+
+        check_processes(settings)
     from quire.server.fleet.launch import run_fleet
 
     run_fleet(models, settings)

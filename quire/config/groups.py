@@ -448,6 +448,7 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in.")
     port: int = setting(8000, "TCP port; 0 takes a free one and says which.")
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    api_server_count: int = setting(1, "API processes that share the address, in front of the same engine.")
     models: str | None = setting(
         None,
         "A TOML file with several models for this server, of which a request's `model` picks one; see"

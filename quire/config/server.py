@@ -71,6 +71,7 @@ def check_server(config: ServerConfig) -> None:
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"port is {config.port} but must be between 0 and 65535")
     least = {
+        "api_server_count": (config.api_server_count, 1),
         "max_queue": (config.max_queue, 0),
         "max_body_bytes": (config.max_body_bytes, 1),
         "max_n": (config.max_n, 1),

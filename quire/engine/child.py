@@ -53,11 +53,14 @@ class EngineChild:
         command: Sequence[str] = ENGINE_COMMAND,
         take_line: TakeLine = print_line,
         environment: Mapping[str, str] | None = None,
+        who: str = "engine process",
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Launch it; it waits for its order. Its stdin stays open as long as this process lives.
 
-        `environment` is added to this process's.
+        `environment` is added to this process's; `who` it is in words, and which files it gets beside its pipes.
         """
+        self._who = who
         self._take_line = take_line
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._exited = threading.Event()
@@ -65,21 +68,21 @@ class EngineChild:
         os.set_blocking(self._beats, False)
         self._still_for = -1  # ticks since its last sign of life; -1: it has not begun
         self._used = 0  # processor time at the last tick
-        self._process = self._launch(command, environment or {})
+        self._process = self._launch(command, environment or {}, [self.beat_fd, *pass_fds])
         self.exit_fd, self._exit_signal = os.pipe()
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
         self._log_reader.start()
         threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True).start()
 
-    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _launch(self, command: Sequence[str], changes: Mapping[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[self.beat_fd],
-                env=child_environment(**import_path(), **environment),
+                pass_fds=fds,
+                env=child_environment(**import_path(), **changes),
             )
         except OSError:
             os.close(self._beats)
@@ -103,17 +106,17 @@ class EngineChild:
             self._process.stdin.write(order + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            logger.debug("the engine process %d died before it read its order", self.pid)
+            logger.debug("the %s %d died before it read its order", self._who, self.pid)
 
     def cause_of_death(self) -> str:
         """How it ended, and the last thing it said."""
         code = self.returncode
         assert code is not None, "it lives"
         if code == -signal.SIGKILL:  # it had no time for last words
-            return f"the engine process {self.pid} was killed by SIGKILL: by hand, or because memory ran out"
+            return f"the {self._who} {self.pid} was killed by SIGKILL: by hand, or because memory ran out"
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         said = next((line for line in reversed(self._last_lines) if line), None)
-        return f"the engine process {self.pid} {how}" + (f"; its last line was: {said}" if said else "")
+        return f"the {self._who} {self.pid} {how}" + (f"; its last line was: {said}" if said else "")
 
     def stands_still(self, limit: int) -> bool:
         """Once a tick: whether it has neither beaten nor used a processor for `limit` ticks.
@@ -139,7 +142,7 @@ class EngineChild:
         assert self._process.stdin is not None
         self._process.stdin.close()
         if not self._exited.wait(grace):
-            logger.warning("the engine process %d did not leave within %g s; killing it", self.pid, grace)
+            logger.warning("the %s %d did not leave within %g s; killing it", self._who, self.pid, grace)
             self._process.kill()
             self._exited.wait()
 

@@ -81,6 +81,19 @@ class Supervisor(Protocol):
     async def stop(self) -> None: ...
 
 
+class HttpServer(Protocol):
+    """What `serve` needs of a server: of uvicorn's, or of API processes."""
+
+    should_exit: bool
+    force_exit: bool
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `should_exit`."""
+        ...
+
+    async def end_answers(self) -> None: ...
+
+
 def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClient | None = None) -> None:
     """Serve a model until SIGTERM or SIGINT; raises the cause if the engine cannot be kept running.
 
@@ -91,21 +104,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     if settings.ui:
         logging.getLogger(ROOT_NAME).addHandler(monitor.log)
     keep_little_free_memory()
-    check_settings(config)
-    config = with_topology(config, most_replicas=1 if config.device.standby else None)
-    config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
-    spare: NoSpare = NO_SPARE
-    if launch is None:
-        take_line = relay_engine_line if settings.log_format == "json" else monitor.log.tee(print_line)
-        if config.device.standby:
-            second = partial(ZmqClient, standby_config(config), take_line=take_line)
-            spare = standby = StandbyEngine(second)
-            launch = partial(launch_standby, standby=standby, take_line=take_line)
-        else:
-            if settings.spare_engine:
-                spare = SpareEngine(take_line=take_line)
-                config = config.reserving(SPARE_MEMORY)
-            launch = partial(launch_client, take_line=take_line, spare=spare)
+    config, launch, spare = prepare_engine(config, settings, launch, monitor)
     api_keys = collect_api_keys(settings)
     check_tls(settings)
     tool_servers = make_tool_servers(settings)
@@ -129,11 +128,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
         description = describe_model(find_model(config.model))
-        options = SupervisorOptions(
-            stall_timeout=settings.stall_timeout,
-            max_restarts=settings.max_restarts,
-            drain_timeout=settings.drain_timeout,
-        )
+        options = supervisor_options(settings)
 
         async def main() -> None:
             supervisor = EngineSupervisor(
@@ -178,6 +173,36 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(main())
+
+
+def prepare_engine(
+    config: EngineConfig, settings: ServerConfig, launch: LaunchClient | None, monitor: ConsoleMonitor
+) -> tuple[EngineConfig, LaunchClient, NoSpare]:
+    """What the engine is to be, how it is launched, and the process that stands by for it."""
+    check_settings(config)
+    config = with_topology(config, most_replicas=1 if config.device.standby else None)
+    config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
+    spare: NoSpare = NO_SPARE
+    if launch is None:
+        take_line = relay_engine_line if settings.log_format == "json" else monitor.log.tee(print_line)
+        if config.device.standby:
+            second = partial(ZmqClient, standby_config(config), take_line=take_line)
+            spare = standby = StandbyEngine(second)
+            launch = partial(launch_standby, standby=standby, take_line=take_line)
+        else:
+            if settings.spare_engine:
+                spare = SpareEngine(take_line=take_line)
+                config = config.reserving(SPARE_MEMORY)
+            launch = partial(launch_client, take_line=take_line, spare=spare)
+    return config, launch, spare
+
+
+def supervisor_options(settings: ServerConfig) -> SupervisorOptions:
+    return SupervisorOptions(
+        stall_timeout=settings.stall_timeout,
+        max_restarts=settings.max_restarts,
+        drain_timeout=settings.drain_timeout,
+    )
 
 
 def check_tls(settings: ServerConfig) -> None:
@@ -230,7 +255,7 @@ def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
 
 
 async def serve(
-    server: Server,
+    server: HttpServer,
     supervisor: Supervisor,
     listener: socket.socket,
     address: str,
@@ -278,7 +303,7 @@ async def _keep_engine(
 class _Stop:
     """Acts on signals: drain, or stop at once."""
 
-    def __init__(self, server: Server, supervisor: Supervisor) -> None:
+    def __init__(self, server: HttpServer, supervisor: Supervisor) -> None:
         self._server = server
         self._supervisor = supervisor
         self._drain: asyncio.Task[None] | None = None

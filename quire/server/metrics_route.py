@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,12 +16,20 @@ NO_ROUTE = "none"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-def make_metrics_router(prometheus: PrometheusObserver) -> APIRouter:
+async def _counted() -> None:
+    """All events have been heard."""
+
+
+def make_metrics_router(
+    prometheus: PrometheusObserver, before: Callable[[], Awaitable[None]] = _counted
+) -> APIRouter:
+    """`before` is awaited ahead of each scrape, to hear of events that others have counted."""
     router = APIRouter(tags=["Server"])
 
     # Async, so that it runs on the event loop that counts: nothing changes while it reads.
     @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     async def metrics(request: Request) -> Response:
+        await before()
         body, content_type = prometheus.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

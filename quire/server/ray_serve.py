@@ -37,7 +37,9 @@ from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineDeadError
 
 _SERVER = frozenset(field.name for field in fields(ServerConfig))
-_OF_THE_PROXY = ("host", "port", "uds", "models", "admin", "ssl_certfile", "ssl_keyfile", "spare_engine")
+_OF_THE_PROXY = (
+    *("host", "port", "uds", "api_server_count", "models", "admin", "ssl_certfile", "ssl_keyfile", "spare_engine"),
+)
 _PLACEMENT = ("num_replicas", "autoscaling_config", "ray_actor_options", "max_ongoing_requests")
 
 

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.engine.child import TakeLine, print_line
+from quire.engine.client import EngineClient
 from quire.engine.flight import dump_path
 from quire.engine.replicas import ReplicaClient, launch_replicas
 from quire.engine.resuming import EngineLoss, ResumingClient
@@ -127,6 +128,10 @@ def launch_standby(
     return ZmqClient(config, on_phase=on_phase, take_line=take_line) if client is None else client
 
 
+class MakeEngine(Protocol):
+    def __call__(self, client: EngineClient, text: TextModel, *, observer: Observer) -> AsyncEngine: ...
+
+
 class EngineReplacedError(EngineError):
     """The engine is stopped because an operator wants another one."""
 
@@ -145,8 +150,9 @@ class EngineSupervisor:
         launch: LaunchClient = launch_client,
         spare: NoSpare = NO_SPARE,
         may_launch: Callable[[], Awaitable[None]] = always,
+        make_engine: MakeEngine = AsyncEngine,
     ) -> None:
-        """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine.
+        """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine, made by `make_engine`.
 
         `may_launch` is awaited before each launch of a process.
 
@@ -161,6 +167,7 @@ class EngineSupervisor:
         self._launch = launch
         self._spare = spare
         self._may_launch = may_launch
+        self._make_engine = make_engine
         self._client: ServingClient | None = None
         self._resuming: ResumingClient | None = None
         self._engine: AsyncEngine | None = None
@@ -397,7 +404,7 @@ class EngineSupervisor:
         if self._engine is None or self._resuming is None:
             self._resuming = ResumingClient(client.info)
             await self._resuming.attach(client)
-            self._engine = AsyncEngine(self._resuming, self._text, observer=self._observer)
+            self._engine = self._make_engine(self._resuming, self._text, observer=self._observer)
             self._preparing = asyncio.create_task(self._prepare(self._engine))
             return self._engine
         num_resumed = await self._resuming.attach(client)

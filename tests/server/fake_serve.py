@@ -14,6 +14,7 @@ from quire.engine.child import print_line
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.server.launch import run_server
 from quire.server.logs import relay_engine_line
+from quire.server.processes.launch import run_processes
 from quire.types.errors import QuireError
 from quire.utils.log import setup_logging
 from tests.engine.fake_engine import COMMAND
@@ -35,7 +36,8 @@ def main() -> int:
         return ZmqClient(fake, command=COMMAND, on_phase=on_phase, take_line=take_line)
 
     try:
-        run_server(config, settings, launch)
+        run = run_processes if settings.api_server_count > 1 else run_server
+        run(config, settings, launch)
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
