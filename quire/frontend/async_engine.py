@@ -138,7 +138,7 @@ class AsyncEngine(AsyncControls):
         announce: bool = False,
         adapter: AdapterRef | None = None,
         lora_request: LoRARequest | None = None,
-        given_token_ids: Sequence[int] = (),
+        given: RequestOutput | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
@@ -147,8 +147,8 @@ class AsyncEngine(AsyncControls):
         `arrival_time`, on the monotonic clock, is when the request came to the caller; it came now if not given.
         With a `reading`, outputs also have the text as events. With `announce`, the first output comes as soon as
         the request was checked and sent to the engine, and has no completions. `lora_request` names an adapter;
-        `adapter` is one that was found already. `given_token_ids` is the beginning of the only completion, from a
-        request that was cut off; outputs are of what follows it.
+        `adapter` is one that was found already. `given` is what a request that was cut off had said, not all of its
+        completions being finished; outputs are of what follows it.
         """
         params = sampling_params or self.get_default_sampling_params()
         arrived = time.monotonic() if arrival_time is None else arrival_time
@@ -159,7 +159,7 @@ class AsyncEngine(AsyncControls):
                 prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived, found
             )
 
-        return self._stream(prepare, reading, announce, given_token_ids)
+        return self._stream(prepare, reading, announce, given)
 
     def chat(
         self,
@@ -370,7 +370,7 @@ class AsyncEngine(AsyncControls):
         prepare: Callable[[], Awaitable[PreparedRequest]],
         reading: Reading | None = None,
         announce: bool = False,
-        given_token_ids: Sequence[int] = (),
+        given: RequestOutput | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
         request = await prepare()
@@ -379,8 +379,8 @@ class AsyncEngine(AsyncControls):
         self._check_usable()
         mailbox = self._open(request, reading)
         try:
-            for child in request.children:
-                self._client.add_request(self._outputs.resume(child, given_token_ids) if given_token_ids else child)
+            for child in request.children if given is None else self._outputs.resume(request, given):
+                self._client.add_request(child)
             if announce:
                 yield RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [], finished=False)
             finished = False

@@ -6,7 +6,7 @@ Knows requests and text; does not talk to the engine: what must be aborted there
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -197,6 +197,16 @@ class CompletionState:
             self.num_rejected_predictions,
             routed,
         )
+
+    def resume(self, said: CompletionOutput) -> None:
+        """Go on after what the completion's reader has of it."""
+        if said.finish_reason is None:
+            self.add(EngineOutput(self.engine_id, said.token_ids))
+            self.take(delta=True)
+        self.num_tokens = self._num_taken = len(said.token_ids)
+        self.finish_reason, self.cumulative_logprob = said.finish_reason, said.cumulative_logprob
+        self.num_accepted_predictions = said.num_accepted_predictions
+        self.num_rejected_predictions = said.num_rejected_predictions
 
     def _count_predictions(self, output: EngineOutput, num_tokens: int) -> None:
         """What stands behind the end of the text was not accepted."""
@@ -408,14 +418,25 @@ class OutputProcessor:
         for completion in state.completions:
             self._completions[completion.engine_id] = (state, completion)
 
-    def resume(self, child: EngineRequest, token_ids: Sequence[int]) -> EngineRequest:
-        """Take in the beginning of the only completion, which its reader has; the request that goes on after it."""
-        state, completion = self._completions[child.request_id]
-        assert len(state.completions) == 1
-        given = list(token_ids)
-        completion.add(EngineOutput(child.request_id, given))
-        completion.take(delta=True)
-        return replace(child, token_ids=child.token_ids + given, num_prompt_tokens=len(child.token_ids))
+    def resume(self, request: PreparedRequest, given: RequestOutput) -> list[EngineRequest]:
+        """Take in what the reader of a request has of it; the engine's requests that go on after that."""
+        state = self._requests[request.request_id]
+        state.num_cached_tokens = given.num_cached_tokens
+        state.metrics = replace(state.metrics, num_without_state=given.metrics.num_without_state)
+        if given.prompt_logprobs is not None:
+            state.prompt_logprobs = None  # they are handed out once
+        children = {child.request_id: child for child in request.children}
+        for said in given.outputs:
+            completion = state.completions[said.index]
+            child = children[completion.engine_id]
+            completion.resume(said)
+            children[completion.engine_id] = replace(
+                child, token_ids=child.token_ids + said.token_ids, num_prompt_tokens=len(child.token_ids)
+            )
+            if completion.finish_reason is not None:
+                state.num_unfinished -= 1
+                del self._completions[completion.engine_id], children[completion.engine_id]
+        return list(children.values())
 
     def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
         """Take in outputs of one step. Outputs of requests that are gone (aborted, stopped) are dropped."""

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
+_UNFINISHED = ".tmp"
 _GRAIN = 0.1  # seconds by which the times of files may be off
 
 
@@ -57,12 +60,16 @@ class JournalFolder:
         """Add a line to a file that was opened; nothing if it is gone."""
         self._write(name, line, os.O_APPEND)
 
+    def writer(self, name: str) -> Callable[[msgspec.Struct], None] | None:
+        """What appends lines to a file; None where nothing is kept."""
+        return lambda line: self.append(name, msgspec.json.encode(line))
+
     def finish(self, name: str, line: bytes) -> None:
         """Let a last line stand in place of all but the first, in a file that was opened."""
         path = self._path(name)
         if not path.exists():
             return
-        whole = path.with_suffix(".tmp")
+        whole = path.with_name(path.name + _UNFINISHED)
         try:
             with path.open("rb") as file:
                 first = file.readline()
@@ -88,13 +95,24 @@ class JournalFolder:
             return []
 
     def read(self) -> Iterator[tuple[Path, list[bytes]]]:
-        """The files that the process before has left, and their lines. Expired ones are deleted."""
-        for path in self._folder.glob(f"*{self._suffix}") if self._folder.is_dir() else ():
+        """The files that the process before has left, oldest first, and their lines. Expired ones are deleted.
+
+        A torn line is cut off, so that what is appended later does not become a part of it.
+        """
+        if not self._folder.is_dir():
+            return
+        for path in self._folder.glob(f"*{self._suffix}{_UNFINISHED}"):
+            path.unlink(missing_ok=True)
+        for path in sorted(self._folder.glob(f"*{self._suffix}"), key=_time):
             try:
                 if _age(path) > self._ttl:
                     path.unlink()
-                else:
-                    yield path, _lines(path)
+                    continue
+                lines = _lines(path)
+                whole = sum(len(line) + 1 for line in lines)
+                if whole < path.stat().st_size:
+                    os.truncate(path, whole)
+                yield path, lines
             except OSError as error:
                 logger.warning("%s in the journal cannot be used: %s", path.name, error)
 
@@ -109,7 +127,8 @@ class JournalFolder:
 
     def _write(self, name: str, line: bytes, flags: int) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if flags & os.O_CREAT:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _write(self._path(name), line + b"\n", flags)
         except OSError as error:
             if not flags & os.O_CREAT and isinstance(error, FileNotFoundError):
@@ -135,6 +154,9 @@ class NoFolder(JournalFolder):
     def append(self, name: str, line: bytes) -> None:
         return None
 
+    def writer(self, name: str) -> Callable[[msgspec.Struct], None] | None:
+        return None
+
     def finish(self, name: str, line: bytes) -> None:
         return None
 
@@ -149,6 +171,14 @@ class NoFolder(JournalFolder):
 
     def read(self) -> Iterator[tuple[Path, list[bytes]]]:
         return iter(())
+
+
+def _time(path: Path) -> float:
+    """When it was written; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _age(path: Path) -> float:

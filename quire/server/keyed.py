@@ -1,7 +1,8 @@
 """Requests with an Idempotency-Key: one that is sent again returns the answer that is being made, or was.
 
-Such a request goes on without its client, and in a journal it outlives the server, too: the next one runs it again
-with its seed. Keys belong to the API key that they came with, and to a route. Knows routes and bytes of answers.
+Such a request goes on without its client, and in a journal it outlives the server, too: the next one goes on after
+what was recorded of it. Keys belong to the API key that they came with, and to a route. Knows routes and bytes of
+answers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from quire.server.context import ServerContext
 from quire.server.detached import DetachedRun
 from quire.server.errors import ClientDisconnectedError
 from quire.server.generation.fields import GenerationFields
+from quire.server.generation.record import Line, Record
 from quire.server.journal import JournalFolder, NoFolder, check_folder
 from quire.server.middleware import owner_of, request_id_of
 from quire.server.sse import EventStream, while_connected
@@ -45,11 +47,14 @@ class _Asked(msgspec.Struct, frozen=True):
     digest: str  # of the request, as it was sent
     owner: str
     request_id: str
+    own_request_id: bool  # not chosen by the client
+    created: int
+    id_suffix: str
     body: dict[str, Any]
 
 
-class _Answered(msgspec.Struct, frozen=True):
-    """The last line of a file."""
+class _Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """The last line of a file, in place of the record."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -128,10 +133,11 @@ class KeyedAnswers(Generic[B]):
         self._answers: OrderedDict[str, KeyedAnswer] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = folder_of(context, "." + route.removeprefix("/v1/").replace("/", "_"))
-        self._left: list[tuple[_Asked, KeyedAnswer]] = []
+        self._left: list[tuple[_Asked, KeyedAnswer, Record]] = []
         for path, lines in self._folder.read():
             try:
                 self._take(lines)
+                self._trim()
             except (IndexError, msgspec.MsgspecError) as error:
                 logger.warning("%s in the journal cannot be used: %s", path.name, error)
         context.on_ready.append(self.recover)
@@ -151,22 +157,34 @@ class KeyedAnswers(Generic[B]):
             if body.seed is None:  # the answer must be the same if another process has to give it
                 body = body.model_copy(update={"seed": secrets.randbits(31)})
             sent["seed"] = body.seed
-            asked = _Asked(name, digest, owner, request_id_of(request.scope), sent)
+            record = Record(self._folder.writer(name))
+            asked = _Asked(
+                name,
+                digest,
+                owner,
+                request_id_of(request.scope),
+                bool(request.state.own_request_id),
+                record.created,
+                record.id_suffix,
+                sent,
+            )
             found = self._answers[name] = KeyedAnswer(digest)
             self._trim()
             self._folder.open(name, msgspec.json.encode(asked))
-            self._start(name, found, body, request.scope)
+            self._start(name, found, body, request.scope, record)
         elif found.digest != digest:
             raise RequestError("this key came with another request before; give another key", HEADER)
         return _Replay(found, await while_connected(request.receive, found.begun()))
 
     async def recover(self) -> None:
-        """Run what the process before has not finished."""
+        """Go on with what the process before has not finished."""
+        for name in self._answers:
+            self._folder.expire_later(name)
         left, self._left = self._left, []
-        for asked, answer in left:
+        for asked, answer, record in left:
             state = {
                 "request_id": asked.request_id,
-                "own_request_id": True,
+                "own_request_id": asked.own_request_id,
                 "arrival_time": time.monotonic(),
                 "owner": asked.owner,
             }
@@ -178,29 +196,42 @@ class KeyedAnswers(Generic[B]):
                 answer.fail(QuireError(f"the request cannot go on: {error}"))
                 self._forget(asked.name)
                 continue
-            self._start(asked.name, answer, body, scope)
+            self._start(asked.name, answer, body, scope, record)
 
     def _take(self, lines: list[bytes]) -> None:
         """Register what a file holds; requests that come before the engine is there wait for it."""
         asked = msgspec.json.decode(lines[0], type=_Asked)
+        known: list[Line] = []
+        end: _Answered | None = None
+        for line in lines[1:]:
+            try:
+                found = _LINES.decode(line)
+            except msgspec.MsgspecError as error:
+                logger.warning("the journal of %s ends where it cannot be read: %s", asked.request_id, error)
+                break
+            if isinstance(found, _Answered):
+                end = found
+            else:
+                known.append(found)
         answer = self._answers[asked.name] = KeyedAnswer(asked.digest)
-        if len(lines) == 1:
-            self._left.append((asked, answer))
+        if end is None:
+            write = self._folder.writer(asked.name)
+            record = Record(write, known, created=asked.created, id_suffix=asked.id_suffix)
+            self._left.append((asked, answer, record))
             return
-        end = msgspec.json.decode(lines[1], type=_Answered)
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in end.headers]
         answer.start = {"type": "http.response.start", "status": end.status, "headers": headers}
         answer.add([end.body.encode()])
         answer.finish()
 
-    def _start(self, name: str, answer: KeyedAnswer, body: B, scope: Scope) -> None:
+    def _start(self, name: str, answer: KeyedAnswer, body: B, scope: Scope, record: Record) -> None:
         async def never() -> Message:
             await asyncio.Event().wait()
             raise AssertionError("the client of a keyed request does not go away")
 
         async def work() -> None:
             try:
-                own = {**scope}
+                own = {**scope, "state": {**scope["state"], "record": record}}
                 response = await self._handle(body, Request(own, never))
                 await response(own, never, answer.send)
             except Exception as error:  # whoever waits for the answer gets it
@@ -231,7 +262,7 @@ class KeyedAnswers(Generic[B]):
             self._folder.delete(name)
 
     def _trim(self) -> None:
-        """The oldest that are done go, when there are too many or too long ones."""
+        """The oldest that are done go, when there are too many or too long ones, and their files with them."""
         settings = self._context.settings
         num_bytes = sum(answer.num_bytes for answer in self._answers.values())
         for name, answer in list(self._answers.items()):
@@ -240,6 +271,7 @@ class KeyedAnswers(Generic[B]):
             if answer.is_done:
                 num_bytes -= answer.num_bytes
                 del self._answers[name]
+                self._folder.delete(name)
 
 
 def folder_of(context: ServerContext, suffix: str) -> JournalFolder:
@@ -250,3 +282,6 @@ def folder_of(context: ServerContext, suffix: str) -> JournalFolder:
     folder = Path(settings.journal).expanduser()
     check_folder(folder)
     return JournalFolder(folder, suffix, settings.journal_ttl, context.observer.on_journal_failure)
+
+
+_LINES: msgspec.json.Decoder[Line | _Answered] = msgspec.json.Decoder(Line | _Answered)

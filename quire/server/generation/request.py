@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +12,7 @@ from quire.frontend.reading import Reading
 from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.conversation.prepare import PreparedConversation
 from quire.server.generation.fields import GenerationFields, engine_prompt
+from quire.server.generation.record import Record, record_of
 from quire.server.middleware import is_request_id, request_id_of
 from quire.types.beam_search import BeamSearchParams
 from quire.types.errors import RequestError
@@ -55,12 +54,21 @@ class Generation:
     """The search for the completions, if nothing is sampled."""
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
-    given_token_ids: Sequence[int] = ()
-    """What was generated before, of the only prompt: its outputs go on after it."""
+    record: Record = field(default_factory=Record)
+    """What was said before, after which the outputs go on; they are added to it."""
+    turn: int = 0
+    """Of the record."""
     priority: int
     add_special_tokens: bool
     origin: Origin
-    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def created(self) -> int:
+        return self.record.created
+
+    def engine_id(self, prompt: int) -> str:
+        """What the engine calls a prompt's request."""
+        return self.ids.engine if len(self.prompts) == 1 else f"{self.ids.engine}-{prompt}"
 
 
 def origin_of(request: Request) -> Origin:
@@ -76,7 +84,7 @@ def ids_of(prefix: str, body: GenerationFields, request: Request) -> Ids:
             raise RequestError("request_id must be 1 to 128 letters, digits or any of . : / @ + = _ -", "request_id")
         name, own = body.request_id, False
     response_id = f"{prefix}{name}"
-    return Ids(response_id, response_id if own else f"{response_id}-{secrets.token_hex(4)}")
+    return Ids(response_id, response_id if own else f"{response_id}-{record_of(request).id_suffix}")
 
 
 def conversation_generation(
@@ -89,6 +97,8 @@ def conversation_generation(
     prompt_field: str,
     add_special_tokens: bool = False,
     beam_search: BeamSearchParams | None = None,
+    record: Record | None = None,
+    turn: int = 0,
 ) -> Generation:
     """The request for the answer to a conversation."""
     return Generation(
@@ -103,4 +113,6 @@ def conversation_generation(
         priority=body.priority or 0,
         add_special_tokens=add_special_tokens,
         origin=origin,
+        record=record or Record(),
+        turn=turn,
     )

@@ -45,7 +45,7 @@ async def test_other_streams_get_their_turn_between_the_prompts_of_a_batch() -> 
         yield RequestOutput(name, None, [], [], finished=True)
 
     async def read() -> None:
-        async with aclosing(merged([answers("a"), answers("b"), answers("c")])) as outputs:
+        async with aclosing(merged(dict(enumerate(map(answers, "abc"))))) as outputs:
             async for _ in outputs:
                 pass
 

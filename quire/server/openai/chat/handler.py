@@ -16,6 +16,7 @@ from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
 from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.record import record_of
 from quire.server.generation.request import Generation, conversation_generation, ids_of, origin_of
 from quire.server.generation.run import finished_outputs, run
 from quire.server.generation.usage import UsageCounter
@@ -78,6 +79,7 @@ async def make_generation(
         beam_search=beam_search_params(
             body, prepared.params, context.text.chat_params(), context.settings, engine.info.max_model_len
         ),
+        record=record_of(request),
     )
     return generation, prepared
 

@@ -17,6 +17,7 @@ from quire.server.conversation.request import OutputFormat
 from quire.server.errors import json_response
 from quire.server.generation.field_table import check_extra_fields
 from quire.server.generation.fields import engine_prompt
+from quire.server.generation.record import record_of
 from quire.server.generation.request import Generation, ids_of, origin_of
 from quire.server.generation.run import finished_outputs, run
 from quire.server.generation.usage import UsageCounter
@@ -68,6 +69,7 @@ def make_generation(context: ServerContext, body: CompletionRequest, request: Re
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         origin=origin_of(request),
+        record=record_of(request),
     )
 
 

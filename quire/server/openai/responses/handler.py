@@ -18,6 +18,7 @@ from quire.server.context import ServerContext
 from quire.server.conversation.prepare import num_tokens
 from quire.server.detached import DetachedRun, DetachedRuns
 from quire.server.errors import NotFoundError, json_response
+from quire.server.generation.record import Heard, Record, record_of
 from quire.server.generation.request import Origin, ids_of, origin_of
 from quire.server.middleware import owner_of
 from quire.server.openai.logprobs import LogprobsFormatter
@@ -28,7 +29,6 @@ from quire.server.openai.responses.journal import JournalEntry, ResponseJournal
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
-from quire.server.openai.responses.record import Record
 from quire.server.openai.responses.run import Plan, begin, fail, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
 from quire.server.openai.sampling import check_logprob_token_ids, check_logprobs
@@ -69,7 +69,9 @@ class Responses:
             # The answer must be the same if another process has to give it.
             body = body.model_copy(update={"seed": secrets.randbits(31)})
         try:
-            plan = await while_connected(request.receive, self._prepare(body, response_id, origin_of(request), owner))
+            record = self._journal.record(response_id) if body.background else record_of(request)
+            work = self._prepare(body, response_id, origin_of(request), owner, record)
+            plan = await while_connected(request.receive, work)
             if body.background:
                 return self._open(plan, key)
             if body.stream:
@@ -94,9 +96,11 @@ class Responses:
             try:
                 body = ResponsesRequest.model_validate(entry.body)
                 origin = Origin(time.monotonic(), None, entry.owner or None)
-                plan = await self._prepare(body, entry.response_id, origin, entry.owner, entry)
+                known = [Heard(entry.context, entry.input), *journaled.lines]
+                record = self._journal.record(entry.response_id, known, created=entry.created)
+                plan = await self._prepare(body, entry.response_id, origin, entry.owner, record)
                 self._store.put(_stored(plan))
-                self._start(plan, self._journal.record(entry.response_id, journaled.lines))
+                self._start(plan)
                 logger.info("%s goes on", entry.response_id)
             except (QuireError, ValueError) as error:
                 logger.warning("%s cannot go on: %s", entry.response_id, error)
@@ -139,7 +143,7 @@ class Responses:
         """The number of prompt tokens of a response, also beyond what the model takes."""
         response_id = ids_of("resp_", body, request).engine
         origin, owner = origin_of(request), owner_of(request.scope)
-        plan = await while_connected(request.receive, self._prepare(body, response_id, origin, owner))
+        plan = await while_connected(request.receive, self._prepare(body, response_id, origin, owner, Record()))
         return InputTokens(await num_tokens(self._context, plan.first.prepared.prompt))
 
     def get(self, response_id: str, owner: str) -> Response:
@@ -182,25 +186,14 @@ class Responses:
         return ItemList(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, more)
 
     async def _prepare(
-        self,
-        body: ResponsesRequest,
-        response_id: str,
-        origin: Origin,
-        owner: str,
-        entry: JournalEntry | None = None,
+        self, body: ResponsesRequest, response_id: str, origin: Origin, owner: str, record: Record
     ) -> Plan:
-        """`entry`: what the journal has of a response that another process began."""
         context = self._context
         model = context.check_model(body.model, "generate")
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        response = response_of(body, response_id, int(time.time()) if entry is None else entry.created, model)
-        if entry is None:
-            previous = self._previous(body.previous_response_id, owner)
-            given = enumerate(items_of(body.input))
-            items = [self._resolved(item, owner, f"input[{index}]") for index, item in given]
-        else:
-            previous, items = entry.context, entry.input
+        response = response_of(body, response_id, record.created, model)
+        previous, items = self._heard(body, owner, record)
         toolbox = toolbox_of(body.tools, await list_remote_tools(context.tool_servers, body.tools))
         params = params_of(context, body)
         check_logprob_token_ids(params, context.settings.max_logprobs)
@@ -213,6 +206,7 @@ class Responses:
             params=params,
             items=[*previous, *items],
             origin=origin,
+            record=record,
         )
         max_tokens = max_tokens_of(context, body)
         reasoning = body.reasoning
@@ -236,6 +230,16 @@ class Responses:
             max_tokens=max_tokens,
             owner=owner,
         )
+
+    def _heard(self, body: ResponsesRequest, owner: str, record: Record) -> tuple[list[Item], list[Item]]:
+        """What was said in the responses before, and the input with what it refers to."""
+        if record.heard is None:
+            previous, given = self._previous(body.previous_response_id, owner), items_of(body.input)
+            items = [self._resolved(item, owner, f"input[{index}]") for index, item in enumerate(given)]
+            if previous or items != given:
+                record.add(Heard(previous, items))
+            return previous, items
+        return record.heard.context, record.heard.input
 
     def _resolved(self, item: Item, owner: str, where: str) -> Item:
         """The item itself, or the output item of a stored response that it refers to."""
@@ -328,10 +332,10 @@ class Responses:
         created, asked = plan.response.created_at, body.model_dump(mode="json", exclude_unset=True)
         self._journal.open(JournalEntry(response_id, plan.owner, key, created, asked, plan.previous, plan.items))
         queued = msgspec.json.encode(plan.response)
-        run = self._start(plan, self._journal.record(response_id))
+        run = self._start(plan)
         return EventStream(run.read(), end=b"") if body.stream else json_response(queued)
 
-    def _start(self, plan: Plan, record: Record) -> DetachedRun:
+    def _start(self, plan: Plan) -> DetachedRun:
         """Answer a request in the background, from the end of its record on."""
         response_id = plan.response.id
         self._journal.folder.expire_later(response_id)
@@ -339,7 +343,7 @@ class Responses:
 
         async def work() -> None:
             try:
-                async with aclosing(run_response(self._context, plan, record)) as batches:
+                async with aclosing(run_response(self._context, plan)) as batches:
                     async for events in batches:
                         self._keep_if_done(plan)
                         run.add(map(_encode, events))

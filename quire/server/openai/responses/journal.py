@@ -1,8 +1,8 @@
 """ResponseJournal: background responses on disk, so that they outlive the server's process.
 
-A file per response: what was asked and by whom, then a line for each output of the engine (see record.py), and at the
-end, instead of those, the response and its events. It holds a digest of the API key and never the key. A response
-that had not ended goes on after its last output.
+A file per response: what was asked and by whom, then a line for each output of the engine (see
+generation/record.py), and at the end, instead of those, the response and its events. It holds a digest of the API key
+and never the key. A response that had not ended goes on after its last output.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from quire.server.generation.record import Line, Record
 from quire.server.journal import JournalFolder
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.protocol import Response
-from quire.server.openai.responses.record import Line, Record
 from quire.server.openai.responses.store import StoredResponse
 from quire.utils.log import get_logger
 
@@ -63,9 +63,9 @@ class ResponseJournal:
     def open(self, entry: JournalEntry) -> None:
         self.folder.open(entry.response_id, msgspec.json.encode(entry))
 
-    def record(self, response_id: str, known: Iterable[Line] = ()) -> Record:
-        """The record of a response that was opened."""
-        return Record(lambda line: self.folder.append(response_id, msgspec.json.encode(line)), known)
+    def record(self, response_id: str, known: Iterable[Line] = (), *, created: int | None = None) -> Record:
+        """The record of a response that was opened or will be; what is added before is not kept."""
+        return Record(self.folder.writer(response_id), known, created=created)
 
     def finish(self, response_id: str, response: Response, events: Sequence[bytes]) -> None:
         """A response has ended; it is kept until its time is over. The events replace what they were made of."""

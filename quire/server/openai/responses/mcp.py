@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from quire.parsers.json_scan import parse_object
 from quire.server.conversation.request import is_tool_name
 from quire.server.errors import ToolServerError
+from quire.server.generation.record import Called, Record
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import flat_name
 from quire.server.openai.responses.protocol import (
@@ -19,7 +22,6 @@ from quire.server.openai.responses.protocol import (
     McpProtocolError,
     McpToolInfo,
 )
-from quire.server.openai.responses.record import Record
 from quire.server.tool_servers import RemoteTool, ToolServers
 from quire.types.errors import RequestError
 from quire.utils.log import get_logger
@@ -148,10 +150,17 @@ async def run_calls(
 
 
 async def _result(servers: ToolServers, index: int, item: McpCallItem, record: Record) -> str | McpError:
-    result = record.called(index)
-    if result is None:
-        result = await _call(servers, item)
-        record.add_result(index, result)
+    known = record.called(index)
+    if known is not None and known.error is not None:
+        error: McpError = msgspec.convert(known.error, McpError)
+        return error
+    if known is not None and known.output is not None:
+        return known.output
+    result = await _call(servers, item)
+    if isinstance(result, str):
+        record.add(Called(index, result))
+    else:
+        record.add(Called(index, error=msgspec.to_builtins(result)))
     return result
 
 

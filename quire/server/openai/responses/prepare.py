@@ -13,6 +13,7 @@ from quire.server.context import ServerContext
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.conversation.request import AUTO, NONE
 from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.record import Record
 from quire.server.generation.request import Generation, Ids, Origin, conversation_generation
 from quire.server.openai.responses.convert import Toolbox, conversation_of
 from quire.server.openai.responses.items import Item
@@ -50,6 +51,7 @@ class TurnMaker:
     params: SamplingParams
     items: Sequence[Item]
     origin: Origin
+    record: Record
 
     async def make(
         self, number: int, said: Sequence[Item], *, may_call: bool = True, max_tokens: int | None = None
@@ -65,7 +67,16 @@ class TurnMaker:
         params = self.params if max_tokens is None else msgspec.structs.replace(self.params, max_tokens=max_tokens)
         prepared = await prepare_conversation(context, conversation, params)
         ids = Ids(self.response_id, self.response_id if number == 0 else f"{self.response_id}-turn{number}")
-        generation = conversation_generation(body, prepared, ids, self.origin, model=self.model, prompt_field="input")
+        generation = conversation_generation(
+            body,
+            prepared,
+            ids,
+            self.origin,
+            model=self.model,
+            prompt_field="input",
+            record=self.record,
+            turn=number,
+        )
         return Turn(generation, prepared)
 
 

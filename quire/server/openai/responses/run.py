@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -31,7 +30,6 @@ from quire.server.openai.responses.protocol import (
     ResponseError,
     ResponseUsage,
 )
-from quire.server.openai.responses.record import Record, token_ids_of
 from quire.types.errors import QuireError
 from quire.types.outputs import RequestOutput
 
@@ -74,18 +72,16 @@ def fail(plan: Plan, error: QuireError) -> Event:
     return plan.events.end()
 
 
-async def run_response(
-    context: ServerContext, plan: Plan, record: Record | None = None
-) -> AsyncGenerator[list[Event], None]:
+async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
     """Yield lists of events as they come; the first list is empty, when the engine has the request.
 
     What is on record is said again, and the rest is added to it. Another turn follows as long as the model calls only
     tools of tool servers.
     """
-    tally, record = Tally(), record or Record()
+    tally, record = Tally(), plan.maker.record
     turn, number = plan.first, 0
     while True:
-        async with aclosing(_run_turn(context, plan, turn, number, tally, record)) as batches:
+        async with aclosing(_run_turn(context, plan, turn, tally)) as batches:
             async for events in batches:
                 yield events
         waiting = plan.events.waiting_calls()
@@ -115,24 +111,21 @@ async def run_response(
 
 
 async def _run_turn(
-    context: ServerContext, plan: Plan, turn: Turn, number: int, tally: Tally, record: Record
+    context: ServerContext, plan: Plan, turn: Turn, tally: Tally
 ) -> AsyncGenerator[list[Event], None]:
     reader, blocks = turn.prepared.reader(), BlockReader()
     logprobs = LogprobsToTell(plan, turn)
     raw = RawTurn(context, plan.response) if plan.maker.body.enable_response_messages else None
-    async with aclosing(_outputs(context, record, turn, number)) as outputs:
+    async with aclosing(run(context, turn.generation)) as outputs:
         await anext(outputs)
         if turn is plan.first:
             yield []
-        async for output, is_new in outputs:
+        async for _, output in outputs:
             events = [] if plan.events.has_begun else begin(plan)
             if raw is not None:
                 raw.add(output)
             tally.usage.add(output)
-            pieces = reader.read(output)
-            if is_new:
-                record.add(number, output, pieces)
-            for piece in pieces:
+            for piece in reader.read(output):
                 found = blocks.read(piece.events)
                 if piece.finish_reason is not None:
                     found += blocks.finish(cut_short=piece.finish_reason == "length")
@@ -141,36 +134,6 @@ async def _run_turn(
                 events += plan.events.blocks(found, logprobs.of(piece, found))
             if events:
                 yield events
-
-
-async def _outputs(
-    context: ServerContext, record: Record, turn: Turn, number: int
-) -> AsyncGenerator[tuple[RequestOutput, bool], None]:
-    """Yield the outputs of a turn, like `run`, and whether each is new: the others are those on record.
-
-    The engine gets the tokens that are on record, and goes on after them.
-    """
-    generation, known = turn.generation, record.said(number)
-    if known and known[-1].finish_reason is not None:
-        request = await context.provider.engine.prepare(
-            generation.prompts[0], generation.params, add_special_tokens=generation.add_special_tokens
-        )
-        ids = generation.ids.engine
-        announced = RequestOutput(ids, request.prompt, request.prompt_token_ids, [], finished=False)
-        yield announced, False
-        for said in known:
-            yield said.output(announced), False
-        return
-    generation = dataclasses.replace(generation, given_token_ids=token_ids_of(known))
-    async with aclosing(run(context, generation)) as outputs:
-        _, announced = await anext(outputs)
-        yield announced, False
-        for said in known:
-            yield said.output(announced), False
-        async for _, output in outputs:
-            # Usage reports the prefix hit of the first engine.
-            cached = known[-1].num_cached_tokens if known else output.num_cached_tokens
-            yield msgspec.structs.replace(output, num_cached_tokens=cached), True
 
 
 class RawTurn:
