@@ -36,7 +36,8 @@ class FixedTritonAttention(TritonAttention):
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
         queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
-        segments = -(-max_model_len // segment_size(self.min_segment, max_model_len)) + 1  # which the spare block may begin
+        # One more, which the spare block may begin.
+        segments = -(-max_model_len // segment_size(self.min_segment, max_model_len)) + 1
         return queries * segments * spec.num_heads * (spec.head_dim + 2) * 4
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
