@@ -18,6 +18,7 @@ from quire.layers.attention import AttentionLayer
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.quantized.kv_cache import scale_caches
 from quire.models.base import CausalLM
+from quire.ops.latent import INDEX_SCALE
 from quire.planning.engine_plan import plan_memory
 from quire.runner.kernel_list import KernelList
 from quire.types.sampling import SamplingParams
@@ -119,15 +120,18 @@ def test_triton_kernels_have_the_same_scale(folders: dict[str, Path]) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(("name", "indexers"), [("deepseek-v3", 0), ("glm-moe-dsa-shared", 2)])
 def test_captured_steps_apply_it_and_the_ledger_has_half_the_bytes(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, indexers: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, settings = folders["deepseek-v3"], {"max_model_len": 64, "max_num_batched_tokens": 32, "num_threads": 2}
+    """Beside 16 bytes for the scale of an index key."""
+    folder, settings = folders[name], {"max_model_len": 64, "max_num_batched_tokens": 32, "num_threads": 2}
     sizes = {
         kv: plan_memory(EngineConfig.from_flat(model=str(folder), kv_cache_dtype=kv, **settings)).layout.page_bytes
         for kv in ("fp8", "float16", "float32")
     }
-    assert sizes["float32"] == 2 * sizes["float16"] == 4 * sizes["fp8"] == 4 * 4 * 16 * 44
+    numbers = 16 * (4 * 44 + indexers * 16)
+    assert sizes == {"fp8": numbers + 16 * indexers * INDEX_SCALE, "float16": 2 * numbers, "float32": 4 * numbers}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     answers = []
 
