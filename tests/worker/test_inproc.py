@@ -98,7 +98,7 @@ def test_the_platform_knows_what_is_sticky() -> None:
 
 
 def make_preparing(prepare: Callable[[], bool]) -> InProcExecutor:
-    worker: Any = SimpleNamespace(capture_next=prepare, description=None)
+    worker: Any = SimpleNamespace(runner=SimpleNamespace(capture_next=prepare), description=None)
     return InProcExecutor(worker)
 
 
