@@ -109,7 +109,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=PeftConfig)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AdapterError(f"{path}: {error}") from None
+        raise AdapterError(f"{path} cannot be read: {error}; save or download the adapter again") from None
     refusals = {
         f"peft_type is {config.peft_type!r}; only LORA can be served": config.peft_type.upper() != "LORA",
         "use_dora is set; merge the adapter into its base model (merge_and_unload) and serve that": config.use_dora,

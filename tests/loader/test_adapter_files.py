@@ -38,6 +38,15 @@ def test_patterns_mean_what_peft_means_by_them(pattern: str) -> None:
     assert PeftConfig("LORA", 4, 8.0, rank_pattern={pattern: 9}).rank(MODULE) == (9 if expected else 4)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": 3}', "\xff"])
+def test_a_config_that_cannot_be_read_is_named_with_what_helps(tmp_path: Path, text: str) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(
+        AdapterError, match=r"adapter_config.json cannot be read: .*; save or download the adapter again"
+    ):
+        read_peft_config(tmp_path)
+
+
 PIECES = st.sampled_from(
     [
         "m",
