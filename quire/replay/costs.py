@@ -48,6 +48,16 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Any]
     """Where, when and at which commit it was measured."""
 
+    def __post_init__(self) -> None:
+        """ValueError where a simulation would divide by nothing, or run backwards in time."""
+        for name, least in (("decode", 1e-9), ("prefill", 1e-9), ("host", 0.0)):
+            sizes, seconds = [size for size, _ in getattr(self, name)], [time for _, time in getattr(self, name)]
+            # A size may have been measured twice; only the last two say how a curve goes on.
+            if not sizes or sizes != sorted(sizes) or len(set(sizes[-2:])) < len(sizes[-2:]):
+                raise ValueError(f"{name} must have sizes that grow")
+            if min(seconds) < least:
+                raise ValueError(f"{name} holds {min(seconds)} seconds")
+
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step on the device."""
         context = self.per_context * (load.context - load.rows * self.decode_context)
@@ -110,7 +120,7 @@ def read_table(path: Path) -> CostTable:
         return msgspec.json.decode(path.read_bytes(), type=CostTable)
     except OSError as error:
         raise ConfigError(f"the cost table {str(path)!r} cannot be read: {error}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{str(path)!r} is not a cost table: {error}; `quire bench steps --table` writes one"
         ) from error
