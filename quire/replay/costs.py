@@ -44,6 +44,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     idle: float = 0.0  # seconds that a step takes more which no other step was prepared before
     delivery: float = 0.0  # seconds that a message takes between an engine and its client
     sending: float = 0.0  # seconds between two requests that a client sends at once
+    admission: float = 0.0  # seconds of the host to take in a request and to plan its first step
     setup: SchedulerSetup
     environment: dict[str, Any]
     """Where, when and at which commit it was measured."""

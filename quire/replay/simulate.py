@@ -51,6 +51,9 @@ class Costs(Protocol):
     @property
     def sending(self) -> float: ...
 
+    @property
+    def admission(self) -> float: ...
+
 
 class SimulatedStep:
     """Done when the clock says so; to ask for its result is to wait until then."""
@@ -258,4 +261,5 @@ class Simulation:
             for output in self.core.add_request(request):
                 one.is_refused = True
                 self._end(output.request_id, self.clock.now, watch)
+            self.clock.now += self.costs.admission  # others that come meanwhile are taken in too
             self._next = next(self.arrivals, None)

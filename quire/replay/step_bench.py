@@ -34,6 +34,7 @@ _SHORTEST, _MOST = 0.15, 30
 _GROWTH = 48  # tokens that rows get while they are measured, at most
 _WARM = 2  # first steps of a kind, which are not counted: kernels are loaded, graphs captured
 _LONGEST = 1.0  # seconds for one kind of step in a round, unless one step takes longer
+_TOGETHER = 8  # requests that come at once
 _ALONE = 64  # tokens of a prompt that finds the device idle
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
@@ -56,9 +57,17 @@ class _Stopwatch(StepLog):
         self.steps: list[_Step] = []
         self._host: dict[int, float] = {}
         self._finished_at: float | None = None
+        self._begun_at: float | None = None
+        self.planning = 0.0
+        """Seconds from the beginning of the last step to its first plan."""
+
+    def begin(self, now: float) -> None:
+        self._begun_at = now
 
     def planned(self, plan: StepPlan) -> None:
         now = self._clock()
+        if self._begun_at is not None:
+            self.planning, self._begun_at = now - self._begun_at, None
         self._host[plan.step_id] = 0.0 if self._finished_at is None else now - self._finished_at
         self._finished_at = None
 
@@ -74,6 +83,7 @@ class StepBench:
         self, config: EngineConfig, say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._say = say
+        self._clock = clock
         self.executor = EXECUTORS.get(DEFAULT_EXECUTOR)(config, ignore_phase)
         self.setup = scheduler_setup(config, self.executor.description)
         if self.executor.description.pooler is not None:
@@ -129,6 +139,7 @@ class StepBench:
             host=[(count, self._typical("host", count)) for count in rows],
             delivery=delivery,
             sending=sending,
+            admission=max(0.0, self._typical("admission")),
             setup=self.setup,
             environment=environment,
         )
@@ -158,7 +169,25 @@ class StepBench:
         self._contexts(rows)
         self._chunks(sizes)
         self._beside(rows, sizes)
+        self._admissions(rows)
         self._outbox.empty()
+
+    def _admissions(self, rows: list[int]) -> None:
+        """Seconds of the host for each of some requests that come at once, until their first step is planned."""
+        count = min(rows[-1], _TOGETHER, self.setup.max_num_batched_tokens // _PROMPT)
+        if not count:
+            return
+        for _ in range(_REPEATS):
+            requests = [self._request(_PROMPT, 2) for _ in range(count)]
+            begin = self._clock()
+            for request in requests:
+                self._core.add_request(request)
+            taken = self._clock() - begin
+            self._step()
+            first = self._watch.planning
+            while self._core.has_work():
+                self._step()
+            self._samples["admission",].append((taken + first) / count)
 
     def _typical(self, *kind: object) -> float:
         return statistics.median(self._samples[kind]) if self._samples[kind] else 0.0

@@ -44,6 +44,7 @@ def test_plans_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert [size for size, _ in table.prefill] == [1, 8, 16, 32, 64]
     assert 0 < table.delivery < 0.1
     assert 0 < table.sending < 0.1
+    assert 0 < table.admission < 0.1
     assert 0 < table.host[0][1] < 0.1
     plans = [command for command in COMMANDS if command.startswith("plan ")]
     assert len(plans) == 3

@@ -50,7 +50,7 @@ class Plans(StepLog):
 class MeasuredTimes:
     """The times of a recorded run, step by step."""
 
-    idle = delivery = sending = 0.0
+    idle = delivery = sending = admission = 0.0
 
     def __init__(self, trace: Trace) -> None:
         begins = [turn.begin for turn in turns(trace.records()) if turn.planned and turn.begin is not None]
@@ -204,6 +204,21 @@ def test_requests_of_one_moment_are_sent_in_turn_so_an_idle_engine_begins_with_t
     Simulation(slow.setup, slow, Workload(num_prompts=4, input_len=20, output_len=2).arrivals(), log=plans).run(seen)
     assert [len(plan.starts) for plan in plans.plans[:2]] == [1, 3]
     assert [seen.ended[str(index)].due for index in range(4)] == pytest.approx([0.0, 0.0001, 0.0002, 0.0003])
+
+
+def test_requests_that_come_at_once_are_taken_in_one_after_the_other(table: CostTable) -> None:
+    """Before the step that all of them begin with, which starts later for each."""
+    load = Workload(num_prompts=4, input_len=20, output_len=1)
+    firsts = []
+    for admission in (0.0, 0.003):
+        plans, seen = Plans(), Seen()
+        costs = msgspec.structs.replace(table, admission=admission)
+        Simulation(costs.setup, costs, load.arrivals(), log=plans).run(seen)
+        assert len(plans.plans[0].starts) == 4
+        firsts.append(seen.ended["0"].first)
+    without, with_it = firsts
+    assert without is not None
+    assert with_it == pytest.approx(without + 4 * 0.003)
 
 
 def test_a_step_that_finds_the_device_idle_takes_longer(table: CostTable) -> None:
