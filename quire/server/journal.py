@@ -7,13 +7,14 @@ the disk: they outlive the process, not a loss of power. A line that a crash has
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import math
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,35 @@ def check_folder(folder: Path) -> None:
             f"journal is {str(folder)!r}, whose mode is {mode:04o}, but others may not look into it; run"
             f" `chmod 700 {folder}`, or name a folder that does not exist yet"
         )
+
+
+@contextmanager
+def held_folder(journal: str | None) -> Iterator[None]:
+    """Keep other servers from a journal: they would go on with the same requests. ConfigError if one has it."""
+    if journal is None:
+        yield
+        return
+    folder, file = Path(journal).expanduser(), None
+    check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = True
+    except BlockingIOError:
+        is_free = False
+    except OSError as error:  # a file system without locks, or no folder can be made: the first write says so
+        logger.warning("the journal %s is not locked: %s", folder, error)
+        is_free = True
+    try:
+        if not is_free:
+            raise ConfigError(
+                f"journal is {str(folder)!r}, which another server uses; stop that one, or name another folder"
+            )
+        yield
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def ignore_failure() -> None:
@@ -123,13 +153,17 @@ class JournalFolder:
 
     def _path(self, name: str) -> Path:
         """Clients may choose ids, so that they are no names of files."""
-        return self._folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + self._suffix)
+        return Path(self._place(name))
+
+    def _place(self, name: str) -> str:
+        """The path as text: every line needs it, and to make a Path takes longer than to write a line."""
+        return os.path.join(self._folder, hashlib.sha256(name.encode()).hexdigest()[:32] + self._suffix)
 
     def _write(self, name: str, line: bytes, flags: int) -> None:
         try:
             if flags & os.O_CREAT:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(self._path(name), line + b"\n", flags)
+            _write(self._place(name), line + b"\n", flags)
         except OSError as error:
             if not flags & os.O_CREAT and isinstance(error, FileNotFoundError):
                 return  # deleted, expired, or it could not be written before
@@ -190,7 +224,7 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is torn
 
 
-def _write(path: Path, content: bytes, flags: int) -> None:
+def _write(path: Path | str, content: bytes, flags: int) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
     try:
         left = memoryview(content)

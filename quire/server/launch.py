@@ -47,6 +47,7 @@ from quire.server.console.router import console_router
 from quire.server.control.listen import admin_settings, serving_admin
 from quire.server.control.operator import EngineOperator
 from quire.server.control.verbs import Controlled
+from quire.server.journal import held_folder
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
 from quire.server.state import announced
@@ -124,6 +125,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         listening_socket(settings) as listener,
         admin_socket(admin) as admin_listener,
         announced(address_of(settings, listener), model_names),
+        held_folder(settings.journal),
     ):
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)

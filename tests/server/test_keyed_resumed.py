@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from quire.server import journal as journal_module
+from quire.server.journal import held_folder
+from quire.types.errors import ConfigError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.server.helpers import http, make_app
@@ -254,6 +256,20 @@ async def test_answers_of_the_process_before_are_bounded(tmp_path: Path) -> None
     for key in "cd":
         await ask(app, route, body, {"idempotency-key": key})
     assert not client.added
+
+
+def test_one_server_has_a_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two would go on with the same requests."""
+    folder = tmp_path / "journal"
+    with held_folder(str(folder)):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(ConfigError, match="another server uses"), held_folder(str(folder)):
+            pass
+    with held_folder(str(folder)), held_folder(None):
+        assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with held_folder(str(tmp_path / "file" / "journal")):
+        assert "is not locked" in caplog.text
 
 
 async def test_nothing_is_recorded_without_a_journal() -> None:

@@ -41,6 +41,7 @@ from quire.server.fleet.fleet import Fleet
 from quire.server.fleet.member import ServedModel, controlled
 from quire.server.fleet.residency import Footprint, Residency
 from quire.server.fleet.routes import fleet_router
+from quire.server.journal import held_folder
 from quire.server.launch import (
     PhaseLog,
     Server,
@@ -100,6 +101,7 @@ def run_fleet(models: ModelsFile, settings: ServerConfig, launch: LaunchClient |
         listening_socket(settings) as listener,
         admin_socket(admin_settings(settings)) as admin_listener,
         announced(address_of(settings, listener), [name for entry in models.models for name in entry.names]),
+        held_folder(settings.journal),
         ExitStack() as stack,
     ):
         address = address_of(settings, listener)
