@@ -83,8 +83,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, standby: bool = False) -> Iterator[Server]:
-    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *(["--standby"] if standby else [])]
+def serving(model: str, *flags: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *flags]
     server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     threading.Thread(target=server.read, daemon=True).start()
     server.ready.wait()
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no more engines are killed")
     args = parser.parse_args()
     args.end = time.monotonic() + 60 * args.minutes
-    with serving(args.model, args.standby) as server:
+    with serving(args.model, *(["--standby"] if args.standby else [])) as server:
         found = asyncio.run(measure(server, args))
     pauses = found["pauses"]
     table = Table(title=f"SIGKILL under {args.streams} streams, {args.model}", show_header=False)
