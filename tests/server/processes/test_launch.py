@@ -23,7 +23,7 @@ from tests.engine.processes import Watch, finish, joined, launch, request
 from tests.metrics.scrape import Scrape
 from tests.server.test_run_server import ready, serve
 
-LIMIT = 10.0  # seconds
+LIMIT = 30.0  # seconds
 LONG = 600  # tokens, of 2 ms each
 
 
