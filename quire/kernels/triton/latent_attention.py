@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.latent import Segments, segment_shares
-from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim, stages_within
+from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim, shared_memory, stages_within
 from quire.kernels.triton.segments import _column_sums, fold, line_sums, nothing
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
@@ -295,7 +295,12 @@ def latent_attention(
     rope = q.shape[2] - rank
     tile, splits, segment = cut.tile, cut.splits, cut.segment
     heads = min(MAX_HEADS, triton.next_power_of_2(num_heads))
-    tokens = max(1, min(tile, cut.lines // heads))
+    dim, rope_dim = padded_dim(rank), padded_dim(rope)
+    piece = cut.keys * (dim + rope_dim) * cache.element_size()
+    lines, line_bytes = cut.lines, (dim + rope_dim + cut.keys) * q.element_size()
+    while lines > cut.min_lines and lines * line_bytes + piece > shared_memory():
+        lines //= 2
+    tokens = max(1, min(tile, lines // heads))
     lines = max(cut.min_lines, tokens * heads)
     num_segments = cut.num_segments if segment else splits
     parts, numbers = out, out
@@ -304,7 +309,6 @@ def latent_attention(
         parts = torch.empty(listed, num_heads, num_segments, rank, dtype=torch.float32, device=q.device)
         numbers = torch.empty(2, listed, num_heads, num_segments, dtype=torch.float32, device=q.device)
     number_offset = listed * num_heads * num_segments
-    dim, rope_dim = padded_dim(rank), padded_dim(rope)
     shared = {
         "NUM_HEADS": num_heads,
         "RANK": rank,
@@ -317,8 +321,7 @@ def latent_attention(
         "KEYS": cut.keys,
         **launch_options(),
     }
-    piece = cut.keys * (dim + rope_dim) * cache.element_size()
-    beside = (lines * (dim + rope_dim + cut.keys) + 2048) * q.element_size()
+    beside = lines * line_bytes + 2048 * q.element_size()
     programs = tile_index.shape[0] * triton.cdiv(tile, tokens)
     _latent_kernel[(programs, triton.cdiv(num_heads, heads), max(1, splits))](
         q,
