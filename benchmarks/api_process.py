@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from processes import cpu_seconds
@@ -55,6 +56,7 @@ class FakeCore:
         self._random = random.Random(0)
         self.constraints = Constraints()
         self.parked = ParkedRequests([self.constraints])
+        self.executor = SimpleNamespace(on_failure=None)
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         self._left[request.request_id] = request.max_tokens
