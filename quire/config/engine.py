@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import date, datetime
 from math import inf
@@ -68,7 +69,8 @@ class EngineConfig:
             address = nth_address(self.parallel.hosts_address, index)
             return replace(own, parallel=replace(self.parallel, data_parallel_size=1, hosts_address=address))
         device = replace(self.device, num_threads=self.device.num_threads or num_threads)
-        return replace(own, device=device, parallel=replace(self.parallel, data_parallel_size=1))
+        size = self.parallel.data_parallel_size if self.parallel.shares_experts else 1
+        return replace(own, device=device, parallel=replace(self.parallel, data_parallel_size=size))
 
     def with_sizes(self, tensor: int, stages: int, replicas: int = 1) -> EngineConfig:
         """The same with these parallel sizes, which have to be possible."""
@@ -225,9 +227,11 @@ def _check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {parallel.tensor_parallel_size} but with tp_exact it must be one of {sizes}"
         )
-    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1 and parallel.parallel == "manual":
+    if parallel.shares_experts:
+        _check_shared(config)
+    elif parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1 and parallel.parallel == "manual":
         raise ConfigError(
-            "enable_expert_parallel needs several tensor parallel ranks to give experts to; set -tp 2 or more"
+            "enable_expert_parallel needs several ranks to give experts to; set -tp 2 or more, or on a CPU -dp"
         )
     for name in ("num_redundant_experts", "all2all_backend", "enable_eplb"):
         value, default = getattr(parallel, name), getattr(ParallelConfig, name)
@@ -249,6 +253,23 @@ def _check_parallel(config: EngineConfig) -> None:
     _ = config.lora.buckets  # are they what they should be?
     if parallel.tp_exact and config.lora.enable_lora:
         raise ConfigError("tp_exact does not take LoRA adapters, whose sums it does not fix; unset one of the two")
+
+
+def _check_shared(config: EngineConfig) -> None:
+    given, taken = vars(config.parallel) | vars(config.lora), dict[str, Sequence[object]]()
+    taken |= {"pipeline_parallel_size": [1], "elastic": [False], "enable_eplb": [False], "num_redundant_experts": [0]}
+    taken |= {
+        "all2all_backend": ["all_to_all", "all_reduce"],
+        "executor": ["inproc", "auto"],
+        "lora_experts": [False],
+    }
+    taken |= {"data_parallel_size": range(1, MAX_RANKS + 1)}
+    for name, values in taken.items():
+        if given[name] not in values:
+            raise ConfigError(
+                f"{name} is {given[name]!r}, which replicas that share experts (-dp with --enable-expert-parallel) do"
+                f" not take; set {values[-1]!r}, or leave --enable-expert-parallel out"
+            )
 
 
 def _check_auto(parallel: ParallelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -58,6 +59,16 @@ def hosts_secret() -> str:
 def prepare_ray() -> None:
     """Before Quire starts or joins Ray: RAY_USAGE_STATS_ENABLED is 0 unless the user has set it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def replica_links() -> list[int]:
+    """QUIRE_REPLICA_LINKS: by which replicas that share experts find each other; set by `quire serve`, not by you."""
+    return [int(number) for number in os.environ.get("QUIRE_REPLICA_LINKS", "").split(",") if number]
+
+
+def links_environment(rank: int, links: Sequence[int]) -> dict[str, str]:
+    """What `replica_links` reads: the rank of a replica, and descriptors."""
+    return {"QUIRE_REPLICA_LINKS": ",".join(map(str, [rank, *links] if links else []))}
 
 
 def system_date() -> str | None:

@@ -364,7 +364,8 @@ class ParallelConfig:
     )
     enable_expert_parallel: bool = setting(
         False,
-        "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
+        "Give each tensor parallel rank some of the experts whole, instead of a slice of every one. With -dp and"
+        " without -tp (on a CPU): give each replica some of the experts, for the tokens of all.",
     )
     all2all_backend: Literal["all_reduce", "allgather_reducescatter", "all_to_all"] = setting(
         "all_reduce",
@@ -412,6 +413,11 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Processes of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether each replica holds some of the experts for all of them."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.tensor_parallel_size == 1
 
     @property
     def counts_experts(self) -> bool:

@@ -41,7 +41,7 @@ def build_engine(
 ) -> tuple[EngineCore, EngineInfo, bool]:
     """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
     replicas = config.parallel.data_parallel_size
-    if replicas > 1:
+    if replicas > 1 and not config.parallel.shares_experts:
         raise ConfigError(f"data_parallel_size is {replicas}, but this is one engine; `quire serve` runs several")
     limits = grammar_limits(config.structured)  # first: what it refuses need not wait for weights
     executor = EXECUTORS.get(executor_name or executor_of(config))(config, report)

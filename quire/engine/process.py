@@ -138,6 +138,8 @@ class EngineProcess:
         self._wake_in.setblocking(False)
         signal.set_wakeup_fd(self._wake_in.fileno())
         signal.signal(signal.SIGTERM, lambda number, frame: None)  # the wake-up is enough
+        if self._order.config.parallel.shares_experts:  # others need its experts until the parent ends them all
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _must_leave(self) -> bool:
         """A signal arrived or the engine thread ended: whether to leave at once."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.config.env import visible_devices
+from quire.config.env import links_environment, visible_devices
 from quire.engine.child import EngineChild, TakeLine, print_line
 from quire.engine.client import AsyncClient
 from quire.engine.control import REPLY_LIMIT
@@ -29,6 +29,7 @@ from quire.engine.warming import Told, warm_up
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
 from quire.kv.hashing import HashChain
 from quire.kv.stream import block_names, read_names
+from quire.parallel.replica_links import make_replica_links
 from quire.types.console import joined
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.messages import EngineInfo
@@ -78,8 +79,9 @@ class _Open:
 class ReplicaClient(AsyncClient):
     """Everything is called on one event loop; `wait_ready_async` comes first."""
 
-    def __init__(self, num_replicas: int, launch: LaunchReplica) -> None:
-        self._launch = launch
+    def __init__(self, num_replicas: int, launch: LaunchReplica, links: Sequence[int] = ()) -> None:
+        """`links`: descriptors of replicas that share experts, which live and die together."""
+        self._launch, self._links = launch, links
         self._clients: list[ZmqClient | None] = [None] * num_replicas
         self._past = EngineStats()  # of dead replicas, what counts since start
         self._deaths = [0] * num_replicas  # in a row, without a token between them
@@ -239,6 +241,8 @@ class ReplicaClient(AsyncClient):
         await asyncio.shield(self._resizing)
 
     def _check_at_rest(self) -> None:
+        if self._links:
+            raise EngineError("replicas that share experts come and go together; start the server with another -dp")
         if self._resizing is not None and not self._resizing.done():
             raise EngineError("the number of replicas is being changed already; wait until that has ended")
 
@@ -291,6 +295,9 @@ class ReplicaClient(AsyncClient):
 
     def _end(self) -> None:
         self._die(EngineDeadError("the engine was shut down"))
+        links, self._links = self._links, ()
+        for descriptor in links:
+            os.close(descriptor)
         for task in (*self._tasks, *([] if self._resizing is None else [self._resizing])):
             task.cancel()
 
@@ -403,8 +410,9 @@ class ReplicaClient(AsyncClient):
         logger.error("replica %d died: %s; %d requests go on in others", index, error, len(moved))
         refused = self._trials.end_life([opened.entry for opened in moved])
         self._hand_out([refused_output(entry, str(error)) for entry in refused])
-        if not self.parts:
-            self._die(EngineDeadError(f"the last replica died: {error}"))
+        if not self.parts or self._links:
+            what = "the last replica died" if not self.parts else f"replica {index} died, which held experts of all"
+            self._die(EngineDeadError(f"{what}: {error}"))
             return
         self._submit_waiting()
         if index < self._num_wanted:
@@ -490,16 +498,18 @@ def launch_replicas(
     config: EngineConfig, take_line: TakeLine = print_line, on_phase: OnPhase = ignore_phases
 ) -> ReplicaClient:
     """As many engine processes as the settings say, each with its own GPUs or its share of the cores."""
-    ranks, visible = config.parallel.num_ranks, visible_devices()
+    ranks, visible, size = config.parallel.num_ranks, visible_devices(), config.parallel.data_parallel_size
+    links = make_replica_links(size) if config.parallel.shares_experts else []
 
     def launch(index: int, count: int) -> ZmqClient:
         own = config.of_replica(index, max(1, len(os.sched_getaffinity(0)) // (count * ranks)))
         wanted = range(index * ranks, (index + 1) * ranks)
         devices = ",".join(visible[at] if at < len(visible) else str(at) for at in wanted)
-        child = EngineChild(take_line=take_line, environment={"CUDA_VISIBLE_DEVICES": devices})
+        environment = {"CUDA_VISIBLE_DEVICES": devices, **links_environment(index, links)}
+        child = EngineChild(take_line=take_line, environment=environment, pass_fds=links)
         return ZmqClient(own, child=child, on_phase=on_phase)
 
-    return ReplicaClient(config.parallel.data_parallel_size, launch)
+    return ReplicaClient(size, launch, links)
 
 
 def one_reply(verb: str, replies: list[Any]) -> Any:

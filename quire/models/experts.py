@@ -20,7 +20,7 @@ from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
 from quire.ops.routing import COUNT_EXPERTS, LOCAL_EXPERTS
 from quire.ops.scale import SCALE_ROWS
-from quire.parallel.expert_exchange import AllToAll, SlotShares
+from quire.parallel.expert_exchange import EXCHANGES, BetweenReplicas, SlotShares
 from quire.types.ledger import EngineSizes, LedgerLine
 
 Activation = Callable[[Tensor], Tensor]
@@ -111,22 +111,22 @@ class Experts(Stage):
         super().__init__()
         count, hidden_size, width = experts.num_experts, config.hidden_size, experts.width
         activation = activation_in_matmul(experts.activation or config.activation)
-        kind = GroupedKind(bias=experts.bias, layout=experts.layout, **ctx.split)
+        group = self._group = ctx.group.replicas or ctx.group
+        kind = GroupedKind(bias=experts.bias, layout=experts.layout, target=ctx.target, group=group)
         self.gate_up_proj = GroupedGateUp(count, hidden_size, width, activation, **kind)
         self.down_proj = GroupedDown(count, width, hidden_size, **kind)
 
         # Where experts are: a table at a fixed address, which steps that are captured read.
-        group = self._group = ctx.group
         self.slots = list(expert_slots(count, group))
         self.register_buffer("places", self.places_of(self.slots), persistent=False)
-        self.counts = group.counts_experts
+        self.counts = ctx.group.counts_experts
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
         self._splits, self._elsewhere = group.splits_experts and group.size > 1, 0
         self._share = -(-len(self.slots) // group.size)
         self._local, self._count = LOCAL_EXPERTS.bind(ctx.target), COUNT_EXPERTS.bind(ctx.target)
-        exchange = AllToAll if group.expert_exchange == "all_to_all" else SlotShares
-        by_slots = self._splits and (exchange is AllToAll or group.exact)  # else ranks add up what their experts give
-        self._exchange = exchange(group, self._share) if by_slots else None
+        exchange = EXCHANGES.get(group.expert_exchange, SlotShares)
+        by_slots = self._splits and (exchange is not SlotShares or group.exact)  # else ranks add up what theirs give
+        self.exchange = exchange(group, self._share) if by_slots else None
         self._activation = activation
         self._joined: Joined | None = None
 
@@ -153,8 +153,8 @@ class Experts(Stage):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         if self.counts:
             self._count(expert_ids, self.load)
-        if self._exchange is not None:
-            return self._by_slots(self._exchange, x, expert_ids, weights)
+        if self.exchange is not None:
+            return self._by_slots(self.exchange, x, expert_ids, weights)
         if self._splits:
             expert_ids, weights = self._of_this_rank(expert_ids, weights)
         adapters = self.gate_up_proj.adapters
@@ -170,12 +170,17 @@ class Experts(Stage):
         return self._local(expert_ids, weights, self.places, *held)
 
     def _by_slots(self, exchange: SlotShares, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        here, back = exchange.dispatch(x, expert_ids, self.places)
-        local, kept = self._of_this_rank(expert_ids, weights)
+        here, *routed, back = exchange.dispatch(x, expert_ids, weights, self.places)
+        local, kept = self._of_this_rank(*routed)
         given = self.down_proj.method.slots(self.gate_up_proj(here, local), local)
         if not self._elsewhere:  # these computed slots of other ranks, too
             given = given.where((kept != 0).unsqueeze(-1), 0.0)
         return exchange.combine(given, weights, back).to(x.dtype)
+
+    def take_part(self, top_k: int, dtype: torch.dtype) -> None:
+        """In a step of another replica, without a token of our own."""
+        x = torch.empty(0, self.gate_up_proj.in_features, dtype=dtype)
+        self.forward(x, torch.empty(0, top_k, dtype=torch.int32), torch.empty(0, top_k))
 
     def _adapted(self, adapters: ExpertAdapters, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Of this rank; tokens without an adapter keep the bits that they have where nobody has one."""
@@ -191,8 +196,9 @@ class Experts(Stage):
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Most memory that `num_tokens` tokens take between the two matmuls and inside them."""
+        num_tokens *= self._group.size if isinstance(self.exchange, BetweenReplicas) else 1
         gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
-        if self._exchange is not None:  # and what experts give, there and here
+        if self.exchange is not None:  # and what experts give, there and here
             gated += 2 * num_tokens * (top_k + 1) * self.gate_up_proj.in_features * self.down_proj.itemsize
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)

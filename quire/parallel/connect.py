@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.groups import ParallelConfig
+from quire.parallel.collectives import NullCollectives
 from quire.parallel.groups import ContextShare, ParallelGroup
 from quire.parallel.pipeline import Pipeline
+from quire.parallel.replicas import ReplicaCollectives
 from quire.parallel.shared_memory import RankMemory
 from quire.parallel.sockets import Mesh
 from quire.platform.base import Platform
@@ -32,3 +34,12 @@ def connect(
         link = NcclLink(rank, size, stages)
     group = ParallelGroup(rank % size, size, of_stage, context=context, **parallel.group_settings)
     return group, Pipeline(rank // size, stages, None, link, world)
+
+
+def replica_group(parallel: ParallelConfig, ranks: ReplicaCollectives | None = None) -> ParallelGroup:
+    """Of a replica that shares nothing but experts; without `ranks` it is the first one, to be planned alone."""
+    rank, all_ranks = (0, NullCollectives()) if ranks is None else (ranks.rank, ranks)
+    replicas = ParallelGroup(
+        rank, parallel.data_parallel_size, all_ranks, splits_experts=True, expert_exchange="replicas"
+    )
+    return ParallelGroup(**parallel.group_settings, replicas=replicas)

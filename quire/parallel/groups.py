@@ -45,12 +45,13 @@ class ParallelGroup:
     collectives: Collectives = field(default_factory=NullCollectives)
     exact: bool = False  # whether sums over ranks are to have the same bits for 1, 2, 4 and 8 of them
     splits_experts: bool = False  # whether a rank holds some of the experts whole, or a slice of each
-    expert_exchange: str = "all_reduce"  # the all2all_backend
+    expert_exchange: str = "all_reduce"  # the all2all_backend, or "replicas"
     counts_experts: bool = False  # whether layers count how often each of their experts is chosen
     num_redundant_experts: int = 0  # slots of experts in each layer beyond one for each
     context: ContextShare = field(default_factory=ContextShare)
     row_threshold: int = 0  # tokens of a step from which on ranks hold its residual stream by rows; 0: they never do
     rows: RowSplit = field(default_factory=RowSplit)
+    replicas: ParallelGroup | None = None  # those that this group's experts are divided over; None: its own ranks
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
@@ -20,6 +19,7 @@ from quire.kernels.cpu.library import bound, unavailable
 from quire.kernels.cpu.tracing import empty
 from quire.parallel.collectives import Collectives, NullCollectives
 from quire.parallel.pipeline import Link
+from quire.parallel.replica_links import nameless_file
 from quire.types.errors import ConfigError
 
 SLOT_BYTES = 1 << 20  # messages are cut into pieces of this size
@@ -33,7 +33,7 @@ class SharedMemory:
     def __init__(self, num_bytes: int, fd: int | None = None) -> None:
         """With `fd` it is the memory that another process made."""
         if fd is None:
-            fd = _nameless_file()
+            fd = nameless_file()
             os.ftruncate(fd, num_bytes)
         self.fd, self.num_bytes = fd, num_bytes
         self._map = mmap.mmap(fd, num_bytes)
@@ -66,13 +66,6 @@ class MemoryPart:
     @property
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("quire")
-    with tempfile.TemporaryFile() as file:  # not Linux
-        return os.dup(file.fileno())
 
 
 def collective_bytes(size: int) -> int:

@@ -30,6 +30,7 @@ from quire.loader.quantized.kv_cache import asked_kv_dtype
 from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
+from quire.parallel.connect import replica_group
 from quire.parallel.groups import ContextShare, ParallelGroup
 from quire.parallel.pipeline import Pipeline
 from quire.planning.defaults import (
@@ -50,7 +51,7 @@ from quire.planning.memory import (
     shared_ledger,
     standby_line,
 )
-from quire.planning.stages import check_group, check_rows, check_stages, cut, layout_of_stage
+from quire.planning.stages import check_group, check_replicas, check_rows, check_stages, cut, layout_of_stage
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.runner.adapters import make_room
@@ -160,6 +161,7 @@ def plan_engine(
     dtype = getattr(torch, settings.dtype)
     draft = None if only_pools(pooler) else plan_draft(config, source, model_config, description, length)
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
+    check_replicas(group, platform, None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     if platform.is_here:
@@ -388,12 +390,9 @@ def plan_memory(
 ) -> MemoryLedger:
     """Of each rank of a stage."""
     parallel = config.parallel
-    group = ParallelGroup(
-        0,
-        parallel.tensor_parallel_size,
-        **parallel.group_settings,
-        context=ContextShare(0, parallel.decode_context_parallel_size),
-    )
+    context = ContextShare(0, parallel.decode_context_parallel_size)
+    group = ParallelGroup(0, parallel.tensor_parallel_size, **parallel.group_settings, context=context)
+    group = replica_group(parallel) if parallel.shares_experts else group
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(
         config, needs_weights=False, others=others, group=group, pipeline=pipeline, supply=supply, platform=platform

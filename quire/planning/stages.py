@@ -36,6 +36,17 @@ def check_stages(pipeline: Pipeline, architecture: type[Model], *, pools: bool, 
         )
 
 
+def check_replicas(group: ParallelGroup, platform: Platform, drafter: str | None) -> None:
+    """Refuse, by name, what replicas that share experts cannot do."""
+    device = None if platform.uses_host_memory else f"device {platform.device}"
+    what = device or (drafter and f"the drafter of speculative_config ({drafter})")
+    if group.replicas is not None and what:
+        raise ConfigError(
+            f"data_parallel_size is {group.replicas.size} with enable_expert_parallel, but {what} is not for replicas"
+            " that share experts; share them by -tp, or leave --enable-expert-parallel out"
+        )
+
+
 def check_group(model: Model, group: ParallelGroup, platform: Platform) -> None:
     """Refuse what ranks of this model on this platform cannot do."""
     if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in model.modules()):

@@ -88,7 +88,8 @@ class KernelList:
     @classmethod
     def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
         recorder = context.backend.recorder()
-        if recorder is None or room < MOST_TOKENS or not program.inputs.captures:
+        sizes_vary = program.group.replicas is not None  # of what experts exchange, from step to step
+        if recorder is None or room < MOST_TOKENS or not program.inputs.captures or sizes_vary:
             return None
         sizes = context.sizes
         limits = (sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_num_samples)

@@ -100,5 +100,5 @@ class Executor(ABC):
 
 def _cannot(what: str) -> Future[str]:
     failed: Future[str] = Future()
-    failed.set_exception(ConfigError(f"this executor cannot do {what}"))
+    failed.set_exception(ConfigError(f"these workers cannot do {what}; start the engine again instead"))
     return failed

@@ -21,6 +21,7 @@ EXECUTORS: Registry[MakeExecutor] = Registry(
     "quire.worker",
     {
         "inproc": "inproc:make_inproc_executor",
+        "replica": "replica:ReplicaExecutor",
         "multiproc": "multiproc:MultiProcExecutor",
         "hosts": "hosts:HostsExecutor",
         "ray": "ray_executor:RayExecutor",
@@ -31,6 +32,8 @@ EXECUTORS: Registry[MakeExecutor] = Registry(
 def executor_of(config: EngineConfig) -> str:
     """The name of the executor that the settings ask for."""
     name = config.parallel.executor
+    if config.parallel.shares_experts:
+        return "replica"
     if name != "auto":
         return name
     return "multiproc" if config.parallel.num_ranks > 1 else DEFAULT_EXECUTOR

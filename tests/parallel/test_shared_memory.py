@@ -213,7 +213,8 @@ def test_tokens_are_dispatched_and_what_experts_give_is_combined(
     def work(collectives: SharedMemoryCollectives, rank: int) -> Tensor:
         exchange = kind(ParallelGroup(rank, size, collectives), share)
         is_mine = (torch.arange(tokens) % size == rank).unsqueeze(1)
-        here, back = exchange.dispatch(x if kind is SlotShares else x.where(is_mine, torch.nan), ids, places)
+        owned = x if kind is SlotShares else x.where(is_mine, torch.nan)
+        here, *_, back = exchange.dispatch(owned, ids, weights, places)
         columns = torch.arange(tokens).unsqueeze(1) % cycle
         is_here = (places[ids.long(), columns] // share == rank).unsqueeze(-1)
         computed = (here.unsqueeze(1) * (ids.unsqueeze(-1) + 1)).where(
