@@ -68,7 +68,7 @@ class Drain(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """The first message of an API process: where it is told things."""
+    """The first message of an API process: the endpoint at which it receives messages."""
 
     endpoint: str
 

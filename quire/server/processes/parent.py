@@ -142,7 +142,7 @@ class ApiProcess:
 
 
 class StateSource(Protocol):
-    """What is told of a supervisor."""
+    """The parts of a supervisor whose state API processes get."""
 
     @property
     def engine(self) -> AsyncEngine: ...
