@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,6 +27,10 @@ def replicas_of(running: Running) -> list[int]:
     return [int(found[1]) for line in running.log if (found := re.search(r"is ready in engine process (\d+)", line))][
         -2:
     ]
+
+
+def all_gone(pids: Iterable[int]) -> bool:
+    return not any(map(is_alive, pids))
 
 
 @pytest.mark.nightly
@@ -56,7 +62,7 @@ async def test_a_replica_that_is_lost_takes_the_others_along_and_no_token_is_los
                     await asyncio.sleep(0.01)
                 os.kill(before[1], number)
                 await asking
-                wait_until(lambda gone=before: not any(map(is_alive, gone)))  # type: ignore[misc]
+                wait_until(partial(all_gone, before))
                 assert not set(replicas_of(running)) & set(before)
             seen += replicas_of(running)
             asking = asyncio.create_task(ask_all())

@@ -1,4 +1,4 @@
-"""Serves the admin surface beside the main server, in the same event loop."""
+"""Serves the admin surface, or another app, beside the main server, in the same event loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import uvicorn
+from starlette.applications import Starlette
 
 from quire.config.groups import ServerConfig
 from quire.config.server import admin_address, collect_admin_keys
@@ -50,8 +51,16 @@ async def serving_admin(
     if listener is None:
         yield
         return
+    async with serving_beside(build_admin_app(server, collect_admin_keys(settings)), listener, "quire-admin"):
+        logger.info("admin surface on %s", address)
+        yield
+
+
+@asynccontextmanager
+async def serving_beside(app: Starlette, listener: socket.socket, name: str) -> AsyncIterator[None]:
+    """Serve an app until the block ends, in a task of this name."""
     config = uvicorn.Config(
-        build_admin_app(server, collect_admin_keys(settings)),
+        app,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -59,13 +68,12 @@ async def serving_admin(
         server_header=False,
         timeout_graceful_shutdown=_LAST_WRITES,
     )
-    admin = _Server(config)
+    server = _Server(config)
     listener.listen()  # who connects before the server has started waits for it
-    task = asyncio.create_task(admin.serve(sockets=[listener]), name="quire-admin")
-    logger.info("admin surface on %s", address)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name=name)
     try:
         yield
     finally:
-        admin.should_exit = True
+        server.should_exit = True
         await asyncio.wait([task], timeout=2 * _LAST_WRITES)
         task.cancel()

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
-import uvicorn
 from fastapi import FastAPI
 
 from quire.config.engine import EngineConfig
@@ -30,13 +29,12 @@ from quire.server.adapters import ServedAdapters, read_lora_modules
 from quire.server.console.feed import ConsoleFeed
 from quire.server.console.monitor import ConsoleMonitor
 from quire.server.console.router import console_router
-from quire.server.control.listen import admin_settings, serving_admin
+from quire.server.control.listen import admin_settings, serving_admin, serving_beside
 from quire.server.control.operator import EngineOperator
 from quire.server.control.verbs import Controlled
 from quire.server.errors import install_error_handlers, json_response
 from quire.server.launch import (
     PhaseLog,
-    Server,
     address_of,
     admin_socket,
     check_tls,
@@ -61,7 +59,6 @@ from quire.utils.log import ROOT_NAME, get_logger
 
 logger = get_logger(__name__)
 
-_LAST_WRITES = 1  # seconds for streams of the console to end
 _NO_MEETING = Meeting("", "", b"", None)
 
 
@@ -199,21 +196,6 @@ def parent_app(telemetry: Telemetry, processes: ApiProcesses, feed: ConsoleFeed 
 @asynccontextmanager
 async def serving_parent(app: FastAPI, neighbours: Neighbours, settings: ServerConfig) -> AsyncIterator[None]:
     """Answer API processes until the block ends."""
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_WRITES,
-    )
-    server = Server(config)
     with listening_socket(replace(settings, uds=neighbours.socket_path(PARENT))) as listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="quire-parent")
-        try:
+        async with serving_beside(app, listener, "quire-parent"):
             yield
-        finally:
-            server.should_exit = True
-            await asyncio.wait([task], timeout=2 * _LAST_WRITES)
-            task.cancel()

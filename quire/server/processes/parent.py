@@ -235,7 +235,7 @@ class ApiProcesses:
         health, engine = self.source.health(), self._engine
         unavailable, retry_after = None, 0.0
         try:
-            self.source.engine  # noqa: B018  # it says why there is none
+            _ = self.source.engine  # raises why there is none
         except EngineUnavailableError as error:
             unavailable, retry_after = str(error), error.retry_after
         has_engine = engine is not None and not engine.is_dead

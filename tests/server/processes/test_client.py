@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -27,7 +27,7 @@ from quire.server.processes.messages import (
 )
 from quire.types.errors import EngineDeadError, EngineUnavailableError
 from quire.types.messages import AbortRequests, Command, EngineInfo, Reply
-from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.outputs import EngineOutput, EngineOutputs, RequestOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.server.scripted import TEXT
@@ -108,9 +108,9 @@ async def test_a_stream_goes_through_the_parent_and_what_it_counts_too(parent: P
     provider.close()
 
 
-async def collect(stream: object) -> list[int]:
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[int]:
     found: list[int] = []
-    async for output in stream:  # type: ignore[attr-defined]
+    async for output in stream:
         found = output.outputs[0].token_ids
     return found
 

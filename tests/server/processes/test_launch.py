@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -183,8 +184,8 @@ def living(server: Running) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "value"), [("journal", "/j"), ("lora_root", "/l"), ("keep_alive", True), ("models", "m.toml")]
 )
-def test_what_needs_one_process_is_refused_by_name(name: str, value: object) -> None:
-    settings = ServerConfig(api_server_count=2, **{name: value})  # type: ignore[arg-type]
+def test_what_needs_one_process_is_refused_by_name(name: str, value: Any) -> None:
+    settings = replace(ServerConfig(api_server_count=2), **{name: value})
     with pytest.raises(
         ConfigError, match=rf"{name} is set.*leave out --{name.replace('_', '-')}, or set --api-server"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,6 +116,9 @@ class Group:
         self.processes.should_exit = True
         await asyncio.wait([self.serving], timeout=10)
 
+    def has_launched(self, count: int) -> bool:
+        return len(self.launched) == count
+
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not holds():
@@ -147,7 +151,7 @@ async def test_one_that_served_and_died_is_launched_again_at_once() -> None:
         for _ in range(4):  # more often than max_restarts
             before = len(group.launched)
             group.launched[-1].die()
-            await group.until(lambda: len(group.launched) == before + 1)  # noqa: B023
+            await group.until(partial(group.has_launched, before + 1))
             group.launched[-1].says(Serving())
         assert not group.serving.done()
     assert await group.serving is None
