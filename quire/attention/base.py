@@ -82,6 +82,7 @@ class HostLengths(NamedTuple):
 
     queries: list[int]  # tokens of each row in this step
     contexts: list[int]  # KV length of each row after this step
+    attended: list[int] | None = None  # as in an AttentionBatch; None: all of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class AttentionBatch:
     max_context: int  # no context is longer
     padding_row: int = -1  # what `rows` is padded with
     lengths: HostLengths | None = None  # None in a captured step, whose lengths only the device knows
+    # [num_rows] int32: under bidirectional attention, how many of its first tokens each row attends to; None: all
+    attended: Tensor | None = None
 
     def known_lengths(self) -> HostLengths:
         """The lengths of the rows; waits for the device if it alone knows them, so never in a captured step."""

@@ -43,6 +43,7 @@ class NativeMetadata(AttentionMetadata):
     rows: int
     contexts: int
     starts: int
+    attended: int
 
     @property
     def rows_of_step(self) -> tuple[int, int, int, int]:
@@ -124,6 +125,7 @@ class NativeAttention(AttentionBackend):
             batch.rows.data_ptr(),
             batch.contexts.data_ptr(),
             batch.query_starts.data_ptr(),
+            (batch.contexts if batch.attended is None else batch.attended).data_ptr(),
         )
 
     def write(self, at: LayerCache, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation) -> Written:
@@ -156,7 +158,7 @@ class NativeAttention(AttentionBackend):
         heads = (share.size * spec.num_heads, spec.num_kv_heads, spec.head_dim)
         seen = (batch.block_size, spec.kernel_window, int(spec.causal), KV_TYPES[cache.dtype])
         scores = (spec.scale * spec.kv_scales[0], spec.soft_cap or 0.0, sinks)
-        place = (share.size, share.rank, spec.kv_scales[1])
+        place = (share.size, share.rank, spec.kv_scales[1], metadata.attended)
         self._kernels.attention(*given, *strides, *heads, *seen, *scores, *place)
         out = self._merged(out, spec.num_heads, spec.head_dim, sinks).flatten(1)
         if out.shape[0] > batch.num_tokens:

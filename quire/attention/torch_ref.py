@@ -134,15 +134,16 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
     """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
     buckets: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
     token = 0
-    for row, (num_queries, context) in enumerate(zip(*batch.known_lengths(), strict=True)):
+    all_queries, contexts, attended = batch.known_lengths()
+    for row, (num_queries, context, keys) in enumerate(zip(all_queries, contexts, attended or contexts, strict=True)):
         tile = _query_tile(spec, context, itemsize)
         for start in range(0, num_queries, tile):
             queries = min(tile, num_queries - start)
             position = context - num_queries + start
-            last_tile = (_end_seen(spec, position + queries - 1, context) - 1) // KEY_TILE + 1
+            last_tile = (_end_seen(spec, position + queries - 1, keys) - 1) // KEY_TILE + 1
             first_tile = int(spec.first_seen(torch.tensor(position))) // KEY_TILE
             width = _padded_tiles(last_tile - first_tile)
-            buckets.setdefault((queries, first_tile, width), []).append((row, token + start, position, context))
+            buckets.setdefault((queries, first_tile, width), []).append((row, token + start, position, keys))
         token += num_queries
     for (queries, first_tile, width), members in buckets.items():
         keys = width * KEY_TILE
@@ -152,18 +153,18 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
             yield _make_unit(batch, spec, queries, first_tile * KEY_TILE, keys, members[start : start + step])
 
 
-def _end_seen(spec: AttentionSpec, position: int, context: int) -> int:
-    """The end of the keys that a token at this position sees."""
+def _end_seen(spec: AttentionSpec, position: int, keys: int) -> int:
+    """The end of the keys that a token at this position sees, of those that its row attends to."""
     if spec.causal:
         return position + 1
-    return context if spec.sliding_window is None else min(context, position + spec.sliding_window)
+    return keys if spec.sliding_window is None else min(keys, position + spec.sliding_window)
 
 
-def _ends_seen(spec: AttentionSpec, positions: Tensor, contexts: Tensor) -> Tensor:
-    """The same of many: positions [rows, queries], contexts [rows, 1]."""
+def _ends_seen(spec: AttentionSpec, positions: Tensor, keys: Tensor) -> Tensor:
+    """The same of many: positions [rows, queries], keys [rows, 1]."""
     if spec.causal:
         return positions + 1
-    ends = contexts.expand_as(positions)
+    ends = keys.expand_as(positions)
     return ends if spec.sliding_window is None else torch.minimum(ends, positions + spec.sliding_window)
 
 
@@ -195,11 +196,11 @@ def _make_unit(
     members: list[tuple[int, int, int, int]],
 ) -> Unit:
     device = batch.tables.device
-    rows, tokens, positions, contexts = torch.tensor(members, device=device).unbind(1)
+    rows, tokens, positions, attended = torch.tensor(members, device=device).unbind(1)
     offsets = torch.arange(num_queries, device=device)
     query_positions = positions[:, None] + offsets  # [rows, queries]
     key_positions = torch.arange(first_key, first_key + num_keys, device=device)
-    ends = _ends_seen(spec, query_positions, contexts[:, None])
+    ends = _ends_seen(spec, query_positions, attended[:, None])
     mask = key_positions >= ends[:, :, None]
     if spec.sliding_window is not None:
         mask |= key_positions < spec.first_seen(query_positions)[:, :, None]
@@ -239,7 +240,8 @@ def attend_unit(
     if spec.soft_cap is not None:
         scores = soft_cap(scores.contiguous(), spec.soft_cap)
     scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(mask, -torch.inf)
-    highest = scores.amax(-1, keepdim=True)
+    # Without a key to see, in both directions, the result is 0; else a score is finite and the total is at least 1.
+    highest = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_().view(heads * rows, query_rows, num_keys)
     if query_rows < min_rows:
         weights = torch.nn.functional.pad(weights, (0, 0, 0, min_rows - query_rows))
@@ -252,7 +254,8 @@ def attend_unit(
     if spec.sinks is not None:
         sinks = spec.sinks.view(heads, 1, 1, group, 1).sub(highest).exp_().view(heads * rows, query_rows)
         total[:, :query_rows] += sinks
-    out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, value_dim)
+    out = out.div_(total.clamp_min_(1.0)[:, :, None])[:, :query_rows]
+    out = out.reshape(heads, rows, unit.num_queries, group, value_dim)
     return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * value_dim)
 
 

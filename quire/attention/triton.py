@@ -28,6 +28,7 @@ from quire.attention.base import (
 from quire.kernels.triton import launch, quantize
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
+from quire.kernels.triton.limited_attention import limited_attention, limited_tiles
 from quire.kernels.triton.prefill_attention import QUERY_TILE, Split, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
@@ -91,7 +92,7 @@ class TritonMetadata(AttentionMetadata):
     batch: AttentionBatch
     singles: _Pair  # row and token of each row of one query, int32
     few: _Pair  # row and offset of each row of few queries
-    tiles: _Pair  # row and offset of each tile of the others
+    tiles: _Pair  # row and offset of each tile of the others; of whole prompts, of those with fewer keys than tokens
     partial_tiles: _Pair  # the same without whole prompts
     whole: tuple[tuple[int, int], ...] = ()
     long_context: bool = False  # some partial tile sees many keys
@@ -157,7 +158,8 @@ class TritonAttention(AttentionBackend):
 
     def divide(self, lengths: HostLengths) -> WorkPlan:
         if self.whole_prompts:
-            return WorkPlan(MixedKind(), ([],) * 8)
+            limited = limited_tiles(lengths.queries, lengths.attended or lengths.queries)
+            return WorkPlan(MixedKind(tiles=bool(limited[0])), ([], [], [], [], *limited, [], []))
         singles: tuple[list[int], list[int]] = ([], [])
         few: tuple[list[int], list[int]] = ([], [])
         tiles: tuple[list[int], list[int]] = ([], [])
@@ -165,7 +167,7 @@ class TritonAttention(AttentionBackend):
         whole = []
         longest = 0  # keys that a partial tile sees
         token, most_few = 0, self.few_rows(sum(lengths.queries))
-        for index, (queries, context) in enumerate(zip(*lengths, strict=True)):
+        for index, (queries, context) in enumerate(zip(lengths.queries, lengths.contexts, strict=True)):
             if queries == 1:
                 singles[0].append(index)
                 singles[1].append(token)
@@ -276,7 +278,7 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
         if not spec.causal and written.keys is not None:
-            return both_directions(spec, written, batch)
+            return both_directions(spec, written, batch, metadata.tiles)
         plain = is_plain(spec)
         if plain and metadata.whole == ((0, query.shape[0]),):
             return _whole_prompt(spec, written, slice(0, query.shape[0]))
@@ -362,8 +364,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         )
 
 
-def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch) -> Tensor:
-    """Attention of whole prompts over themselves, where tokens see those after them too."""
+def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch, limited: _Pair) -> Tensor:
+    """Attention of whole prompts over themselves, where tokens see those after them too; `limited`: see `tiles`."""
     query, keys, values = written.query, written.keys, written.values
     assert keys is not None
     assert values is not None
@@ -375,18 +377,23 @@ def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch
         given = (query, keys, values, starts, starts, most, most)
         fused = varlen_attn(*given, scale=spec.scale, window_size=(side, side))
         assert isinstance(fused, Tensor)
-        return fused.flatten(1)
-    out = torch.zeros_like(query)
-    # On a GPU these are never captured, so that the host knows them.
-    start = 0
-    for length in batch.known_lengths().queries:
-        part = slice(start, start + length)
-        q, k, v = (x[part].transpose(0, 1)[None] for x in (query, keys, values))
-        mask = None
-        if side >= 0:
-            at = torch.arange(length, device=query.device)
-            mask = (at[:, None] - at).abs() <= side
-        own = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale, enable_gqa=True)
-        out[part] = own[0].transpose(0, 1)
-        start += length
-    return out.flatten(1)
+        out = fused
+    else:
+        out, start = torch.zeros_like(query), 0
+        # On a GPU these are never captured, so that the host knows them.
+        for length in batch.known_lengths().queries:
+            part = slice(start, start + length)
+            q, k, v = (x[part].transpose(0, 1)[None] for x in (query, keys, values))
+            mask = None
+            if side >= 0:
+                at = torch.arange(length, device=query.device)
+                mask = (at[:, None] - at).abs() <= side
+            own = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale, enable_gqa=True)
+            out[part] = own[0].transpose(0, 1)
+            start += length
+    out = out.flatten(1)
+    if limited[0].shape[0]:
+        assert batch.attended is not None
+        place = (batch.query_starts, batch.attended, *limited)
+        limited_attention(query, keys, values, *place, out, spec.scale, spec.kernel_window)
+    return out

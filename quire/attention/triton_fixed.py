@@ -50,7 +50,7 @@ class FixedTritonAttention(TritonAttention):
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
         if not spec.causal and written.keys is not None:
-            return both_directions(spec, written, batch)
+            return both_directions(spec, written, batch, metadata.tiles)
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
         scale, cap, window = spec.scale * spec.kv_scales[0], spec.soft_cap, spec.kernel_window

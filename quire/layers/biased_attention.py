@@ -38,12 +38,15 @@ class BiasedAttention(Attention):
         qkv, width = whole(qkv), self.spec.num_heads * self.spec.head_dim
         out = qkv.new_zeros(qkv.shape[0], width)
         start = 0
-        for length in batch.lengths.queries:
+        queries, _, attended = batch.lengths
+        for length, seen in zip(queries, attended or queries, strict=True):
             part = slice(start, start + length)
             # Copies: torch may sum in another order where memory is aligned differently.
             heads = qkv[part].view(length, 3, self.spec.num_heads, -1).permute(1, 2, 0, 3).contiguous()
             query, keys, values = heads.unbind(0)
             scores = torch.baddbmm(self.make_bias(query, keys), query, keys.transpose(1, 2), alpha=self.spec.scale)
+            if seen < length:
+                scores[..., seen:] = -torch.inf
             own = scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
             out[part] = own.transpose(0, 1).reshape(length, width)
             start += length

@@ -30,7 +30,8 @@ struct Shape {
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
     Split split;
-    float value_scale = 1.0f;  // of the result
+    float value_scale = 1.0f;           // of the result
+    const int32_t* attended = nullptr;  // [num_rows] first tokens of a row that are keys, where it is not causal
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }
@@ -54,8 +55,9 @@ int64_t first_seen(const Shape& shape, int64_t position) {
 
 // The end of the keys that a token of this row sees.
 int64_t end_seen(const Shape& shape, int64_t row, int64_t position) {
-    const int64_t ahead = shape.causal ? 1 : shape.window > 0 ? shape.window : shape.contexts[row];
-    return shape.split.own(position + ahead < shape.contexts[row] ? position + ahead : shape.contexts[row]);
+    const int64_t last = shape.causal ? shape.contexts[row] : shape.attended[row];
+    const int64_t ahead = shape.causal ? 1 : shape.window > 0 ? shape.window : last;
+    return shape.split.own(position + ahead < last ? position + ahead : last);
 }
 
 // --------------------------------------------------------------------------------------------------------- tiles
@@ -301,7 +303,7 @@ void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& uni
         const auto attend = [&](auto& tile, const auto& next, auto meanwhile) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
             const int64_t start = index * TILE, position = first_position(shape, unit);
-            const int64_t length = shape.causal ? 0 : shape.contexts[unit.row];
+            const int64_t length = shape.causal ? 0 : shape.attended[unit.row];
             const TileWork work{q,      tile,          next,         start,    shape.dim,
                                 padded, shape.group(), shape.window, position, length, shape.soft_cap, shape.split};
             attend_tile(work, count, State::at(memory, count, padded), meanwhile);
@@ -340,7 +342,8 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
         float* out = shape.out + (token * shape.heads + head) * shape.value_dim;
         // A score beside those of the keys: it takes a share of the weight and adds nothing.
         const float sink = shape.sinks ? std::exp2(shape.sinks[head] * LOG2_E - state.highest[i]) : 0.0f;
-        const Vec total = set(state.total[i] + sink);
+        const float all = state.total[i] + sink;
+        const Vec total = set(all == 0 ? 1.0f : all);  // of a query that sees no key, the result is 0
         const float* sums = state.sums + i * padded;
         map(shape.value_dim, [&](int64_t d, int n) { put(out + d, mul(div(get(sums + d, n), total), factor), n); });
     }
@@ -403,7 +406,8 @@ int64_t make_units(const Shape& shape, Unit* units) {
             unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);
             const int64_t end_key = end_seen(shape, row, position + unit.num_tokens - 1);
             unit.num_tiles = (int32_t)((end_key + TILE - 1) / TILE - unit.first_tile);
-            if (unit.num_tiles < 0) unit.num_tiles = 0;  // of what it sees, nothing is kept here
+            // Of what it sees, nothing is kept here, or it sees nothing.
+            if (end_key <= first_seen(shape, position)) unit.num_tiles = 0;
             for (int64_t head = 0; head < shape.kv_heads; ++head) {
                 unit.kv_head = (int32_t)head;
                 units[count++] = unit;
@@ -472,10 +476,12 @@ void run(const Shape& shape, int kv_type, MakeCells make_cells) {
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int causal, int kv_type,
-               float scale, float soft_cap, const float* sinks, int64_t ranks, int64_t rank, float value_scale) {
+               float scale, float soft_cap, const float* sinks, int64_t ranks, int64_t rank, float value_scale,
+               const int32_t* attended) {
     if (num_rows == 0) return;
     const Shape shape{q,        tables, rows, contexts, starts,      out,   num_rows, table_stride, heads,
-                      kv_heads, dim,    dim,  window,   causal != 0, scale, soft_cap, sinks,        {ranks, rank, block_size}, value_scale};
+                      kv_heads, dim,    dim,  window,   causal != 0, scale, soft_cap, sinks,
+                      {ranks, rank, block_size}, value_scale, attended};
     run(shape, kv_type, [&](auto format) {
         return Cells<decltype(format)>{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
     });

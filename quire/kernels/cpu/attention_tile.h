@@ -64,7 +64,7 @@ struct TileWork {
     const float* q;  // [count, dim], scaled
     const Tile<Format>&data, &next;                       // next: what is fetched meanwhile
     int64_t start, dim, padded, group, window, position;  // start: the tile's first key
-    int64_t length;  // of the whole prompt, where tokens see those after them too; else 0
+    int64_t length;  // of what is attended to of the prompt, where tokens see those after them too; else 0
     float soft_cap;
     Split split;  // start counts what is kept here, position all tokens
 };
@@ -89,8 +89,8 @@ struct Reach {
                 const int64_t all = work.length - work.start;
                 end = work.window > 0 && own + work.window < all ? own + work.window : all;
             }
-            low[i] = begin < 0 ? 0 : begin < TILE ? (int)begin : TILE;
             high[i] = end < 0 ? 0 : end < TILE ? (int)end : TILE;
+            low[i] = begin < 0 ? 0 : begin < high[i] ? (int)begin : high[i];  // a window may lie behind all keys
             if (++head == work.group) head = 0, ++token;
         }
     }
