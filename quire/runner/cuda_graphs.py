@@ -270,7 +270,7 @@ class CudaGraphs:
         size = self._mixed_size(tokens.total)
         if size is None:
             return False
-        work = self._program.backend.divide(HostLengths(plan.num_tokens, tokens.contexts))
+        work = self._program.backend.divide(HostLengths(plan.num_tokens, tokens.contexts, tokens.attended))
         inputs = self._inputs_of(size)
         if (
             not self._program.backend.captures(work, size)

@@ -45,7 +45,7 @@ class Eager:
         narrow = above is not None and shape.num_tokens > above and not shape.every_token
         knows = narrow and not shape.places_drafts  # how many tokens come before each sample
         size = padded(shape.num_tokens, self._padding.tokens)
-        lengths = HostLengths(plan.num_tokens, tokens.contexts)
+        lengths = HostLengths(plan.num_tokens, tokens.contexts, tokens.attended)
         work = program.backend.divide(lengths)
         wanted = self._wanted(step) if narrow else tokens
         num_samples = len(wanted.samples)

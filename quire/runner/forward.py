@@ -125,7 +125,8 @@ class StepProgram:
             rows, contexts, starts, state.token_ids, state.num_computed, tables.tables, tables.block_size, size
         )
         most = max_context or self.max_model_len
-        attention = self._prepare(rows, contexts, starts, slots, (kind, lists.work), num_tokens, most, lengths)
+        work = (kind, lists.work)
+        attention = self._prepare(rows, contexts, starts, slots, work, num_tokens, most, lengths, lists.attended)
         wanted = None
         if narrow:
             nothing = [of_group[:0] for of_group in slots]  # nothing is written
@@ -201,9 +202,10 @@ class StepProgram:
         num_tokens: int,
         max_context: int,
         lengths: HostLengths | None,
+        attended: Tensor | None = None,
     ) -> list[AttentionMetadata]:
         """What the backend of each KV group prepares; `work`: the kind of a WorkPlan, and its lists on the device."""
-        tables, shared = self.tables, (num_tokens, max_context, self.rows.scratch_row, lengths)
+        tables, shared = self.tables, (num_tokens, max_context, self.rows.scratch_row, lengths, attended)
         return [
             self.backend.prepare(
                 group,

@@ -26,6 +26,7 @@ class InputLists(Generic[_Array]):
     sample_tokens: _Array  # [max_samples] int64: index of each token that is sampled from
     sample_rows: _Array  # [max_samples] int64
     contexts: _Array  # [max_rows] int32
+    attended: _Array  # [max_rows] int32
     query_starts: _Array  # [max_rows + 1] int32
     sample_contexts: _Array  # [max_samples] int32
     ahead: _Array  # [max_samples] int32: of steps with drafts, see SamplePositions
@@ -43,7 +44,7 @@ class StepInputs:
         self.max_rows, self.max_samples = max_rows, max_samples
         self._work, self._scratch_row = work, scratch_row
         wide = max_rows + 2 * max_samples
-        narrow = 2 * max_rows + 1 + 3 * max_samples + sum(work)
+        narrow = 3 * max_rows + 1 + 3 * max_samples + sum(work)
         self._buffer = StagedBytes(8 * wide + 4 * narrow, device)
         host: NDArray[np.uint8] = self._buffer.host.numpy()
         host_wide: _Integers = host[: 8 * wide].view(np.int64)
@@ -53,7 +54,7 @@ class StepInputs:
         self.lists = self._cut(there[: 8 * wide].view(torch.int64), there[8 * wide :].view(torch.int32))
 
     def _cut(self, wide: _Array, narrow: _Array) -> InputLists[_Array]:
-        rows, samples, end = self.max_rows, self.max_samples, 2 * self.max_rows + 1
+        rows, samples, end = self.max_rows, self.max_samples, 3 * self.max_rows + 1
         firsts = accumulate(self._work, initial=end + 3 * samples)
         work = [narrow[first : first + length] for first, length in zip(firsts, self._work, strict=False)]
         return InputLists(
@@ -61,7 +62,8 @@ class StepInputs:
             sample_tokens=wide[rows : rows + samples],
             sample_rows=wide[rows + samples :],
             contexts=narrow[:rows],
-            query_starts=narrow[rows:end],
+            attended=narrow[rows : 2 * rows],
+            query_starts=narrow[2 * rows : end],
             sample_contexts=narrow[end : end + samples],
             ahead=narrow[end + samples : end + 2 * samples],
             drafts=narrow[end + 2 * samples : end + 3 * samples],
@@ -83,6 +85,7 @@ class StepInputs:
         _put(lists.sample_tokens, samples.tokens, 0)
         _put(lists.sample_rows, samples.rows, self._scratch_row)
         _put(lists.contexts, tokens.contexts, 1)
+        _put(lists.attended, tokens.attended or tokens.contexts, 1)
         _put(lists.query_starts, tokens.starts, tokens.total)
         _put(lists.sample_contexts, samples.lengths, 1)
         if places_drafts:

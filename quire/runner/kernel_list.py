@@ -223,6 +223,7 @@ class KernelList:
             sample_tokens=lists.sample_tokens[:num_samples],
             sample_rows=lists.sample_rows[:num_samples],
             contexts=lists.contexts[:num_rows],
+            attended=lists.attended[:num_rows],
             query_starts=lists.query_starts[: num_rows + 1],
             sample_contexts=lists.sample_contexts[:num_samples],
             ahead=lists.ahead[:num_samples],

@@ -59,6 +59,7 @@ class _Row:
     kind: PoolingKind
     reading: _Reading
     num_tokens: int = 0  # taken in so far
+    every_token: bool = True  # hidden states of all tokens are computed
     total: Tensor | None = None  # [hidden] float32: sum of the whole tiles, or the one hidden state that counts
     kept: list[Tensor] = field(default_factory=list)  # [n, hidden] of the tile begun, or of the tokens that count
     places: list[int] | None = None  # of the tokens that count, in the prompt; None: all
@@ -109,7 +110,8 @@ class Pooler(NoPooling):
             raise EngineError(f"request {start.request_id!r} does not say how to pool, and this engine only pools")
         activation = params.activation or ("none" if params.use_activation is False else "normalize")
         reading = _Reading(params.head, activation, params.dimensions, params.label_token_ids)
-        row = self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens)
+        every_token = params.pooling != "last" or params.attended_tokens is not None
+        row = self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens, every_token)
         if params.pooling == "step":
             row.places = [at for at, token in enumerate(start.token_ids) if token == params.step_tag_id]
         elif params.skip_token_ids:
@@ -120,7 +122,7 @@ class Pooler(NoPooling):
         self._rows.pop(row, None)
 
     def wants_every_token(self, rows: list[int]) -> bool:
-        return any(row in self._rows and self._rows[row].kind != "last" for row in rows)
+        return any(row in self._rows and self._rows[row].every_token for row in rows)
 
     @torch.inference_mode()
     def read(self, step: Step) -> bool:

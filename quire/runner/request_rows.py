@@ -11,6 +11,7 @@ from quire.ops.step import START_ROWS, WRITE_BLOCKS, pack_starts
 from quire.platform.transfer import PinnedRing
 from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine
+from quire.types.sampling import PoolingParams
 from quire.types.step import RowStart, StepPlan
 
 # Steps in flight may sample past the end of a request that has just finished.
@@ -35,6 +36,7 @@ class RequestRows:
         self.host_num_computed = [0] * count
         self.request_ids: list[str | None] = [None] * count
         self.unsettled: dict[int, int] = {}  # row -> steps in flight with drafts of it: its lengths are upper bounds
+        self.attended: dict[int, int] = {}  # row -> attended_tokens of its PoolingParams, where it says them
         self.num_starts = [0] * count  # of each row, to tell results of its last request
         self._staged: list[RowStart] = []
         self._start_rows = START_ROWS.bind(Target(device.type))
@@ -56,6 +58,8 @@ class RequestRows:
         self.num_starts[row] += 1
         self.host_num_tokens[row] = len(start.token_ids)
         self.host_num_computed[row] = start.num_computed_tokens
+        if isinstance(start.params, PoolingParams) and start.params.attended_tokens is not None:
+            self.attended[row] = start.params.attended_tokens
         self._staged.append(start)
 
     def apply_staged_writes(self) -> None:
@@ -69,6 +73,7 @@ class RequestRows:
 
     def free(self, row: int) -> None:
         self.request_ids[row] = None
+        self.attended.pop(row, None)
 
     def note_computed(self, row_list: list[int], count_list: list[int]) -> None:
         """Only the host's copy: the device itself has counted these tokens."""

@@ -43,6 +43,7 @@ class PlannedTokens:
     starts: list[int]  # [num_rows] index of each row's first token
     contexts: list[int]  # [num_rows] how many tokens of each row are computed after the step, at most
     samples: SamplePositions
+    attended: list[int] | None = None  # [num_rows] as in HostLengths
 
     def padded_samples(self, plan: StepPlan, count: int) -> PlannedTokens:
         """The same tokens with `count` samples: more of the last one, or of the step's last token if none samples."""
@@ -57,7 +58,7 @@ class PlannedTokens:
 def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
     """A row samples when it catches up with its known tokens: at the last one, and at each draft behind it."""
     rows, drafts = plan.rows, plan.draft_token_ids
-    computed, known = state.host_num_computed, state.host_num_tokens
+    computed, known, limits = state.host_num_computed, state.host_num_tokens, state.attended
     contexts = [computed[row] + count for row, count in zip(rows, plan.num_tokens, strict=True)]
     starts, total = [], 0
     for count in plan.num_tokens:
@@ -72,7 +73,8 @@ def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
         tokens=[starts[index] + plan.num_tokens[index] - 1 for index in indices],
         lengths=[contexts[index] for index in indices],
     )
-    return PlannedTokens(total, starts, contexts, _with_drafts(samples, drafts) if drafts else samples)
+    attended = [min(limits.get(row, end), end) for row, end in zip(rows, contexts, strict=True)] if limits else None
+    return PlannedTokens(total, starts, contexts, _with_drafts(samples, drafts) if drafts else samples, attended)
 
 
 def _with_drafts(last: SamplePositions, drafts: dict[int, list[int]]) -> SamplePositions:

@@ -285,6 +285,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Of token_embed: tokens without a vector."""
     second_text_at: int | None = None
     """Index of the first token of the second text of a pair, where the model's tokens have types."""
+    attended_tokens: int | None = None
+    """Tokens attend to this many of the prompt's first ones, where attention is bidirectional; None: to all."""
 
     def __post_init__(self) -> None:
         tasks = get_args(PoolingTask)
@@ -294,6 +296,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         size, tag = self.dimensions, self.step_tag_id
         require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
         require(tag is None or (type(tag) is int and tag >= 0), "step_tag_id", tag, "a token id")
+        seen = self.attended_tokens
+        require(seen is None or (type(seen) is int and seen >= 1), "attended_tokens", seen, "a positive integer")
         keep, allowed = self.truncate_prompt_tokens, "-1 (the model's limit) or positive"
         is_count = keep is None or (type(keep) is int and (keep == -1 or keep >= 1))
         require(is_count, "truncate_prompt_tokens", keep, allowed)

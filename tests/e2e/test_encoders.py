@@ -6,19 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from quire.attention.base import AttentionSpec, LayerCache, Written, make_batch
+from quire.attention.base import AttentionSpec, HostLengths, LayerCache, Written, make_batch
 from quire.attention.cpu_native import NativeAttention
 from quire.attention.torch_ref import TorchAttention
 from quire.attention.triton import TritonAttention, both_directions
 from quire.engine.core import EngineCore
+from quire.kernels.triton.limited_attention import limited_tiles
 from quire.models.registry import model_class
 from quire.types.errors import ConfigError, ModelError
+from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
+from tests.attention.bidirectional import both_ways
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import LATENT, VOCAB, make_engine, make_model
 from tests.e2e.tiny import SIZES as DECODER
@@ -214,8 +218,57 @@ def test_triton_attention_says_what_it_does_not_do(tmp_path: Path) -> None:
     assert "generates" not in model_class({"architectures": ["BertModel"]}).capabilities
 
 
+@pytest.mark.parametrize("name", [*ENCODERS, "Gemma3Text"])
+def test_tokens_at_the_end_that_no_token_attends_to(name: str, tmp_path: Path) -> None:
+    """Their vectors count too, as of ColBERT's mask tokens; rows that attend to all tokens run beside them."""
+    theirs = make_encoder(tmp_path, name)
+    lengths = [(150, 145), (64, 60), (17, 12), (65, 65)]
+    prompts, some = [PROMPTS[0][:length] for length, _ in lengths], [seen for _, seen in lengths]
+
+    def ask(core: EngineCore, at: list[int]) -> list[Any]:
+        for number in at:
+            params = msgspec.structs.replace(WHOLE, attended_tokens=some[number] if number < 3 else None)
+            core.add_request(EngineRequest(request_id=str(number), token_ids=prompts[number], params=params))
+        found = {}
+        while core.has_unfinished():
+            found.update({int(output.request_id): output.pooled for output in core.step().outputs})
+        return [found[number] for number in at]
+
+    core = engine(tmp_path)
+    spy, every = spy_on(core), list(range(len(prompts)))
+    together = ask(core, every)
+    assert bool(spy.refused) is (name in BIASED), "a kernel list takes such steps"
+    for tokens, seen, pooled in zip(prompts, some, together, strict=True):
+        mask = torch.tensor([[1] * seen + [0] * (len(tokens) - seen)])
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
+        found = np.frombuffer(pooled.data, np.float32).reshape(pooled.shape)
+        count = seen if name == "DebertaV2" else None  # there such tokens are zeros that attend to nothing
+        np.testing.assert_allclose(found[:count], expected[:count].numpy(), atol=1e-4)
+    assert [ask(core, [number])[0] for number in every] == together, "alone"
+    plain = [output.pooled for output in pool(core, prompts, WHOLE)]
+    assert [one == other for one, other in zip(plain, together, strict=True)] == [False, False, False, True]
+    run_eagerly(core)
+    assert ask(core, every) == together
+    reference = ask(engine(tmp_path, attention_backend="torch_ref"), every)
+    for mine, other in zip(reference, together, strict=True):
+        np.testing.assert_allclose(*(np.frombuffer(each.data, np.float32) for each in (mine, other)), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["last", "cls", "mean"])
+def test_other_vectors_of_prompts_that_are_not_attended_to_whole(kind: str, tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, "Bert")
+    with torch.inference_mode():
+        mask = torch.tensor([[1] * 9 + [0] * 8])
+        hidden = theirs(torch.tensor(PROMPTS[4:]), attention_mask=mask).last_hidden_state[0]
+    expected = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[kind]
+    params = PoolingParams(pooling=kind, use_activation=False, attended_tokens=9)
+    np.testing.assert_allclose(vector(pool(engine(tmp_path), PROMPTS[4:], params)[0]), expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("attended", [None, [3, 1, 70]])
 @pytest.mark.parametrize("window", [None, 5])
-def test_both_directions_are_the_same_on_every_backend(window: int | None) -> None:
+def test_both_directions_are_the_same_on_every_backend(window: int | None, attended: list[int] | None) -> None:
     """Whole prompts beside each other: the reference, the CPU's kernel, and what a GPU does in float32."""
     lengths, heads, dim, block = [70, 1, 130], 2, 16, 16
     spec = AttentionSpec(heads, heads, dim, 0.3, sliding_window=window, causal=False)
@@ -229,8 +282,15 @@ def test_both_directions_are_the_same_on_every_backend(window: int | None) -> No
         slots += [first * block + place for place in range(length)]
         first += count
     batch = make_batch(lengths, lengths, tables, torch.tensor(slots), block)
+    if attended is not None:
+        limits = torch.tensor(attended, dtype=torch.int32)
+        batch = replace(batch, lengths=HostLengths(lengths, lengths, attended), attended=limits)
     q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
-    expected = both_directions(spec, Written(q, k, v), batch)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), attended or lengths, strict=True)
+    expected = torch.cat([both_ways(spec, *part) for part in parts]).float()
+    limited = [torch.tensor(part, dtype=torch.int32) for part in limited_tiles(lengths, attended or lengths)]
+    of_gpu = both_directions(spec, Written(q, k, v), batch, (limited[0], limited[1]))
+    torch.testing.assert_close(of_gpu, expected, atol=1e-5, rtol=1e-5)
     for backend in (NativeAttention(), TorchAttention()):
         cache = torch.zeros(backend.cache_shape(first, block, heads, dim))
         at = LayerCache(spec, cache, backend.prepare_eager(batch))

@@ -67,6 +67,35 @@ def test_steps_are_graphs(name: str, backend: str, tmp_path: Path) -> None:
         assert backend == "triton" or np.array_equal(mine, other)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("backend", ["triton", "triton_fixed"])
+@pytest.mark.parametrize("name", ["Bert", "ModernBert", "Gemma3Text"])
+def test_tokens_at_the_end_that_no_token_attends_to(name: str, backend: str, dtype: str, tmp_path: Path) -> None:
+    """As ColBERT's mask tokens: their vectors beside transformers, in graphs and eagerly, alone and in a batch."""
+    theirs = make_encoder(tmp_path, name)
+    core = make_engine(tmp_path, device="cuda", dtype=dtype, max_model_len=150, attention_backend=backend)
+    prompts, attended = [PROMPTS[0][:17], PROMPTS[2], PROMPTS[4][:12]], 12
+    spy, half = spy_on(core), PoolingParams(pooling="all", use_activation=False, attended_tokens=attended)
+    outputs = pool(core, prompts[:1] + prompts[2:], half)
+    captured = [vector(output) for output in outputs]
+    assert bool(spy.refused) is (dtype == "float32")
+    for tokens, found in zip(prompts[:1] + prompts[2:], captured, strict=True):
+        mask = torch.tensor([[1] * attended + [0] * (len(tokens) - attended)])
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0].numpy()
+        cosines = (found * expected).sum(-1) / np.linalg.norm(found, axis=-1) / np.linalg.norm(expected, axis=-1)
+        assert cosines.min() > (0.999 if dtype == "float16" else 0.99999)
+    # Most of the second prompt sees no key through a window.
+    together, alone = pool(core, prompts, half), [pool(core, [tokens], half)[0] for tokens in prompts]
+    run_eagerly(core)
+    eager = pool(core, prompts, half)
+    for mine, other, one in zip(together, alone, eager, strict=True):
+        assert np.isfinite(vector(mine)).all()
+        np.testing.assert_allclose(vector(mine), vector(other), atol=2e-2)
+        np.testing.assert_allclose(vector(mine), vector(one), atol=2e-2)
+        assert backend == "triton" or mine.pooled == other.pooled
+
+
 @pytest.mark.parametrize("backend", ["triton", "triton_fixed"])
 def test_texts_and_vectors_of_one_engine(backend: str, tmp_path: Path) -> None:
     """Captured steps of both: as in engines that do one of the two, to the bit where the mode promises it."""

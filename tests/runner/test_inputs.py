@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,7 +113,9 @@ def test_against_plain_python(seed: int, decode_only: bool, above: int | None, e
     assert [int(state.num_computed[row]) for row in rows] == contexts, "the device counts them as computed"
     for group, attention in enumerate(model.batch.attention):
         assert isinstance(attention, AttentionBatch)
-        assert attention.lengths == (counts, contexts)
+        assert attention.lengths == (counts, contexts, None)
+        assert attention.attended is not None
+        assert attention.attended.tolist() == contexts
         assert (attention.num_tokens, attention.max_context) == (total, max(contexts))
         table = tables.tables[group]
         assert torch.equal(attention.tables, table)
@@ -137,7 +140,7 @@ def test_against_plain_python(seed: int, decode_only: bool, above: int | None, e
     assert wanted.finite.shape == model.input_ids.shape
     for group, attention in enumerate(wanted.attention):
         assert isinstance(attention, AttentionBatch)
-        assert attention.lengths == ([1] * len(indices), [contexts[index] for index in indices])
+        assert attention.lengths == ([1] * len(indices), [contexts[index] for index in indices], None)
         assert torch.equal(attention.tables, tables.tables[group])
         assert attention.rows.tolist() == [rows[index] for index in indices]
         assert attention.contexts.tolist() == [contexts[index] for index in indices]
@@ -159,10 +162,12 @@ def test_lists_are_padded_each_with_its_own() -> None:
     lists = inputs.lists
     assert lists.rows.tolist() == [5, 6, 9, 9]
     assert lists.query_starts.tolist() == [0, 2, 5, 5, 5]
-    assert lists.contexts.tolist() == [7, 3, 1, 1]
+    assert lists.contexts.tolist() == lists.attended.tolist() == [7, 3, 1, 1]
     assert (lists.sample_tokens.tolist(), lists.sample_rows.tolist()) == ([4, 0, 0], [6, 9, 9])
     assert lists.sample_contexts.tolist() == [3, 1, 1]
     assert [part.tolist() for part in lists.work] == [[1, -1], [1, 2, 3]]
     assert inputs.has_room_for(4, ([1, 2], []))
     assert not inputs.has_room_for(5, ([], []))
     assert not inputs.has_room_for(1, ([1, 2, 3], []))
+    inputs.load([5, 6], replace(tokens, attended=[4, 3]), ([1], [1, 2, 3]))
+    assert (lists.contexts.tolist(), lists.attended.tolist()) == ([7, 3, 1, 1], [4, 3, 1, 1])

@@ -77,6 +77,28 @@ def test_an_encoder_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not np.allclose(vector(captured[6]), vector(captured[7]), atol=1e-2)
 
 
+@pytest.mark.parametrize(("name", "backend"), [("Bert", "triton"), ("ModernBert", "triton_fixed")])
+def test_prompts_that_are_not_attended_to_whole(
+    name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of their own, which serves any of them, beside others or not; others keep their bits."""
+    make_encoder(tmp_path, name, num_hidden_layers=2)
+    capture_steps(monkeypatch, mixed=(64,))
+    core = engine(tmp_path, dtype="float16", max_num_batched_tokens=64, attention_backend=backend)
+    spy, whole, half = spy_on(core), PoolingParams(pooling="all"), PoolingParams(pooling="all", attended_tokens=9)
+    plain = pool(core, PROMPTS, whole)
+    captured = pool(core, PROMPTS, half)
+    assert not spy.refused
+    assert Rerun.captured == 2
+    same = [one.pooled == other.pooled for one, other in zip(plain, captured, strict=True)]
+    assert same == [False, True, True, False], "two prompts are shorter than what is attended to"
+    assert [pool(core, [tokens], half)[0].pooled for tokens in PROMPTS] == [output.pooled for output in captured]
+    assert Rerun.captured == 2
+    run_eagerly(core)
+    assert [output.pooled for output in pool(core, PROMPTS, half)] == [output.pooled for output in captured]
+    close(captured, pool(engine(tmp_path, attention_backend="cpu_native"), PROMPTS, half), 5e-3)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("Bert", "float32"), ("MPNet", "float16")])
 def test_what_no_graph_can_hold_runs_eagerly(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
