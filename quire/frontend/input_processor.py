@@ -228,6 +228,8 @@ class InputProcessor:
             if prompt.is_document and pooler.skiplist:
                 told = msgspec.structs.replace(told, skip_token_ids=self._ids_of(pooler.skiplist))
             elif not prompt.is_document and pooler.query_length is not None:
+                if not pooler.attends_to_masks:
+                    told = msgspec.structs.replace(told, attended_tokens=len(token_ids))
                 token_ids = token_ids + [self._mask_token()] * (pooler.query_length - len(token_ids))
         else:
             prefix = prefix_of(pooler, prompt_name, instruction)
@@ -283,7 +285,8 @@ class InputProcessor:
 
     def _mask_token(self) -> int:
         assert self._tokenizer is not None
-        name = self._tokenizer.special_tokens.get("mask_token")
+        named = self._tokenizer.special_tokens
+        name = named.get("mask_token") or named.get("eos_token")  # the latter as PyLate has it
         if name is None:
             raise RequestError("queries of this model are filled up with mask tokens, which its tokenizer has not")
         return self._ids_of((name,))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import string
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import msgspec
 from quire.loader.model_config import read_optional_json
 from quire.types.errors import CheckpointError, ConfigError
 from quire.types.pooling import HeadLayer, PoolerConfig
-
-logger = logging.getLogger(__name__)
 
 
 class _Metadata(msgspec.Struct):
@@ -44,19 +41,7 @@ def read_colbert(folder: Path, size: int) -> PoolerConfig:
         score="late",
         query_prefix=f"{found.query_token_id} ",
         document_prefix=f"{found.doc_token_id} ",
-        query_length=expanded(found.query_maxlen, found.attend_to_mask_tokens, "attend_to_mask_tokens", folder),
+        query_length=found.query_maxlen,
+        attends_to_masks=found.attend_to_mask_tokens,
         skiplist=tuple(string.punctuation) if found.mask_punctuation else (),
     )
-
-
-def expanded(length: int | None, attends: bool, key: str, folder: Path) -> int | None:
-    """To how many tokens queries are filled up with mask tokens; None: they are not."""
-    if length is not None and not attends:
-        logger.warning(
-            "%s fills queries up to %d tokens with mask tokens that other tokens do not attend to (%s is false)."
-            " Quire does not: queries are scored by their own tokens, whose vectors are the same",
-            folder,
-            length,
-            key,
-        )
-    return length if attends else None

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from quire.config.groups import ModelConfig
-from quire.loader.colbert import expanded, read_colbert
+from quire.loader.colbert import read_colbert
 from quire.loader.hub import ModelSource
 from quire.loader.model_config import read_optional_json
 from quire.types.errors import CheckpointError, ConfigError
@@ -58,6 +58,7 @@ class _Settings(msgspec.Struct):
     query_prefix: str = ""
     document_prefix: str = ""
     query_length: int | None = None
+    do_query_expansion: bool = True
     attend_to_expansion_tokens: bool = False
     skiplist_words: list[str] = []
 
@@ -110,7 +111,7 @@ def read_pooler(
         return read_colbert(source.path, size)
     if not has_modules:
         return PoolerConfig(kind, size, dimensions=dimensions)
-    found = _read_sentence_transformer(source.path, kind, size, token_head)
+    found = _read_sentence_transformer(source.path, kind, size, token_head, is_encoder)
     return msgspec.structs.replace(found, dimensions=dimensions)
 
 
@@ -172,7 +173,7 @@ def _class_activation(model_config: Mapping[str, Any], count: int) -> Activation
 
 
 def _read_sentence_transformer(
-    folder: Path, kind: PoolingKind, size: int, token_head: tuple[HeadLayer, ...]
+    folder: Path, kind: PoolingKind, size: int, token_head: tuple[HeadLayer, ...], is_encoder: bool
 ) -> PoolerConfig:
     modules, settings = _read_modules(folder), _read_settings(folder)
     kinds = [module.kind for module in modules]
@@ -195,8 +196,8 @@ def _read_sentence_transformer(
         heads = {"token_embed": dense}
         common |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
         common["skiplist"] = tuple(settings.skiplist_words)
-        attends = settings.attend_to_expansion_tokens
-        common["query_length"] = expanded(settings.query_length, attends, "attend_to_expansion_tokens", folder)
+        common["query_length"] = _query_length(settings, folder, is_encoder)
+        common["attends_to_masks"] = settings.attend_to_expansion_tokens
         return PoolerConfig("all", size, tasks=("token_embed",), heads=heads, score="late", **common)
     heads = {"embed": dense} if dense else {}
     if _stored(folder, _SPARSE):
@@ -204,6 +205,22 @@ def _read_sentence_transformer(
     if _stored(folder, _COLBERT):
         heads["token_embed"], common["skips_first"] = (HeadLayer(_COLBERT, size, size),), True
     return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads=heads, **common)
+
+
+def _query_length(settings: _Settings, folder: Path, is_encoder: bool) -> int | None:
+    """To how many tokens queries are filled up with mask tokens; None: they are not."""
+    if not settings.do_query_expansion or settings.query_length is None:
+        return None
+    if not is_encoder and not settings.attend_to_expansion_tokens:
+        logger.warning(
+            "%s fills queries up to %d tokens with tokens that no token attends to (attend_to_expansion_tokens is"
+            " false). Quire does that only with encoders, and this model is a decoder: queries are scored by their"
+            " own tokens, whose vectors are the same",
+            folder,
+            settings.query_length,
+        )
+        return None
+    return settings.query_length
 
 
 def _stored(folder: Path, name: str) -> bool:

@@ -54,6 +54,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     query_prefix: str = ""  # of multi-vector models: what is put before a query, and before a document
     document_prefix: str = ""
     query_length: int | None = None  # the same: queries with fewer tokens are filled up with mask tokens
+    attends_to_masks: bool = True  # the same: whether tokens attend to these
     skiplist: tuple[str, ...] = ()  # the same: tokens of documents that have no vector
     dimensions: tuple[int, ...] | None = None  # sizes that vectors may be cut to; None: any
     skips_first: bool = False  # of vectors of tokens: none of the special token before a text
