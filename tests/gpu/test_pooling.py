@@ -78,7 +78,7 @@ def test_tokens_at_the_end_that_no_token_attends_to(name: str, backend: str, dty
     spy, half = spy_on(core), PoolingParams(pooling="all", use_activation=False, attended_tokens=attended)
     outputs = pool(core, prompts[:1] + prompts[2:], half)
     captured = [vector(output) for output in outputs]
-    assert bool(spy.refused) is (dtype == "float32")
+    assert not spy.refused
     for tokens, found in zip(prompts[:1] + prompts[2:], captured, strict=True):
         mask = torch.tensor([[1] * attended + [0] * (len(tokens) - attended)])
         with torch.inference_mode():

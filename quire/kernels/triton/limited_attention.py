@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED, padded_dim
+from quire.kernels.triton.launch import FUSED, kv_stages, padded_dim, shared_memory
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 
 _QUERIES, _KEYS = 32, 64
@@ -115,6 +115,9 @@ def limited_attention(
     attended, tile_index and tile_offset are int32.
     """
     _, num_heads, head_dim = q.shape
+    dim = padded_dim(head_dim)
+    width = dim * q.element_size()
+    keys_at_once = _KEYS if (_QUERIES + 2 * _KEYS) * width < shared_memory() else _KEYS // 4
     _limited_kernel[(tile_index.shape[0] * (QUERY_TILE // _QUERIES), num_heads)](
         q,
         keys,
@@ -135,7 +138,8 @@ def limited_attention(
         WINDOW=window,
         TILE=QUERY_TILE,
         QUERIES=_QUERIES,
-        KEYS=_KEYS,
-        DIM=padded_dim(head_dim),
+        KEYS=keys_at_once,
+        DIM=dim,
+        num_stages=kv_stages(3, keys_at_once, width),
         **FUSED,
     )

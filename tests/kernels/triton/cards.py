@@ -246,7 +246,13 @@ def attention(all_shapes: bool) -> None:
     from quire.attention.base import AttentionSpec, HeadNorm, LayerCache
     from quire.attention.triton import DecodeKind, TritonAttention
     from quire.attention.triton_fixed import FixedTritonAttention
+    from quire.kernels.triton.limited_attention import limited_attention
 
+    starts, tiles = numbers(3, dtype=torch.int32), numbers(2, dtype=torch.int32)
+    for head_dim, window, kind in ((64, 0, torch.float16), (64, 64, torch.float16), (256, 0, torch.float32)):
+        qkv = numbers(3, 100, 12, head_dim, dtype=kind)
+        out = numbers(100, 12 * head_dim, dtype=kind)
+        limited_attention(*qkv, starts, tiles, tiles, tiles, out, 0.1, window)
     kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
     if all_shapes:
         kinds += [(8, None, None, BF16), (64, None, None, BF16), *([(128, None, None, FP8)] if has_fp8() else [])]

@@ -27,8 +27,8 @@ PARTS = {
     },
     "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "rank_sum", "scale_rows"},
     "attention": {
-        *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
-        "qkv",
+        *("decode_attention", "even_attention", "limited_attention", "prefill_attention", "tile_attention"),
+        *("qkv", "whole_attention"),
     },
     "latent": {"index", "latent", "latent_attention"},
     "sampling": {"candidates", "drafts", "logprobs", "rows", "sampling", "shaping", "step"},
