@@ -158,7 +158,8 @@ def _scores_kernel(
     at = (token.to(tl.int64) * NUM_HEADS + heads)[:, None] * DIM + dims[None, :]
     q = tl.load(query_ptr + at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
     block = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    line = (block * BLOCK_SIZE + keys % BLOCK_SIZE) * line_stride
+    # Not a sum times line_stride: Triton 3.6 takes that for a multiple of 16, and reads 16 bytes at once.
+    line = block * (BLOCK_SIZE * line_stride) + (keys % BLOCK_SIZE) * line_stride
     at_keys = keys_ptr + line[:, None] + dims[None, :]
     k = tl.load(at_keys, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
     weights = tl.load(weights_ptr + token.to(tl.int64) * NUM_HEADS + heads, mask=inside, other=0.0)
