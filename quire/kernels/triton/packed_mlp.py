@@ -95,7 +95,8 @@ def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, a
 
 
 def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    block, splits = (64, 2) if weight.sizes[1] <= _MAX_LINES_ALONE // 2 else (128, 1)
+    few = weight.sizes[1] <= _MAX_LINES_ALONE // 2
+    block, splits = (64, 2) if few and not weight.has_bytes else (128, 1)
     return packed_rows(x.contiguous(), None, weight, bias, activation, block=block, splits=splits)
 
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from quire.kernels.packed import CHUNK, PackedWeight
 from quire.kernels.triton.grouped_matmul import _put_line, empty_slots
-from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.launch import allow_dependents, begin_dependent, launch_options, wait_for_predecessor
 from quire.kernels.triton.matmul import arrival_counters
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_fp8_arithmetic
 from quire.kernels.triton.packed_values import byte_values, scale_of
 from quire.kernels.triton.tile_matmul import add_splits, lines_of
+
+_FEW_BYTES = 512  # of a line at a time; twice as many of long ones
 
 
 @triton.jit
@@ -207,9 +209,43 @@ def _words_times_row(
 
 
 @triton.jit
+def _byte_values(words, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The four bytes of words as float32."""
+    if KIND == "e4m3" and ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b;
+            .reg .b32 both;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 both, low;
+            mov.b32 {a, b}, both;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.rn.f16x2.e4m3x2 both, high;
+            mov.b32 {a, b}, both;
+            cvt.f32.f16 $2, a;
+            cvt.f32.f16 $3, b;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    kind: tl.constexpr = tl.uint8 if KIND == "e4m3" else tl.int8
+    a0 = byte_values((words & 255).to(kind), tl.float32, KIND, False)
+    a1 = byte_values(((words >> 8) & 255).to(kind), tl.float32, KIND, False)
+    a2 = byte_values(((words >> 16) & 255).to(kind), tl.float32, KIND, False)
+    a3 = byte_values(((words >> 24) & 255).to(kind), tl.float32, KIND, False)
+    return a0, a1, a2, a3
+
+
+@triton.jit
 def _bytes_times_row(
     x_ptr,
-    codes_ptr,
+    codes_ptr,  # words of 32 bits
     scale_ptr,
     line,
     inside,
@@ -218,22 +254,41 @@ def _bytes_times_row(
     K,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    ASM: tl.constexpr,
     LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of a piece, which has one scale
+    PIECES: tl.constexpr,  # at a time
+    WORDS: tl.constexpr,  # of a piece, which has one scale
+    WAITS: tl.constexpr,
 ):
-    """The same of weights that are bytes."""
-    column = tl.arange(0, COLUMNS)
-    width = tl.multiple_of(K, CHUNK_COLUMNS)
-    codes_at = codes_ptr + line[:, None] * width + column[None, :]
+    """The same of weights that are bytes; those that come next are on their way while some are multiplied.
+
+    WAITS: x is of the kernel before, which may still run; weights are not.
+    """
+    piece = tl.arange(0, PIECES) * WORDS
+    word = piece[:, None] + tl.arange(0, WORDS)[None, :]
+    width = tl.multiple_of(K // 4, 16)
+    first, last = tl.multiple_of(begin // 4, 16), tl.multiple_of(end // 4, 16)
+    codes_at = codes_ptr + line[:, None, None] * width + word[None, :, :]
     groups = line * (K // GROUP)
-    acc = tl.zeros([LINES, COLUMNS], tl.float32)
-    for start in tl.range(begin, end, COLUMNS, num_stages=4):
-        codes = tl.load(codes_at + start, mask=inside[:, None], other=0)
-        x = tl.load(x_ptr + start + column).to(tl.float32)
-        scale = scale_of(scale_ptr, groups + start // GROUP, inside)[:, None]
-        acc += byte_values(codes, tl.float32, KIND, NATIVE_FP8) * x[None, :] * scale
-    return tl.sum(acc, axis=1)
+    exists = inside[:, None, None]
+    words = tl.load(codes_at + first, mask=exists & (first + word < last)[None, :, :], other=0)
+    wait_for_predecessor(WAITS)
+    acc = tl.zeros([LINES, PIECES, WORDS], tl.float32)
+    for start in range(first, last, PIECES * WORDS):
+        present = start + word < last
+        x0, x1 = _pair(x_ptr, 2 * (start + word), present, 0, 1.0)
+        x2, x3 = _pair(x_ptr, 2 * (start + word) + 1, present, 0, 1.0)
+        there = inside[:, None] & (start + piece < last)[None, :]
+        scale = scale_of(scale_ptr, groups[:, None] + (4 * (start + piece) // GROUP)[None, :], there)
+        a0, a1, a2, a3 = _byte_values(words, KIND, ASM)
+        sums = a0 * x0[None, :, :]
+        sums += a1 * x1[None, :, :]
+        sums += a2 * x2[None, :, :]
+        sums += a3 * x3[None, :, :]
+        acc += sums * scale[:, :, None]
+        ahead = start + PIECES * WORDS
+        words = tl.load(codes_at + ahead, mask=exists & (ahead + word < last)[None, :, :], other=0)
+    return tl.sum(tl.sum(acc, axis=2), axis=1)
 
 
 CHUNK_COLUMNS: tl.constexpr = tl.constexpr(CHUNK)
@@ -263,14 +318,18 @@ def _packed_row_kernel(
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
     SPLITS: tl.constexpr,
     LINES: tl.constexpr,
-    BLOCK: tl.constexpr,  # words of 32 bits, or bytes, of a line at a time
+    PIECES: tl.constexpr,  # of bytes, at a time
+    BLOCK: tl.constexpr,  # words of 32 bits of a line at a time, or of a piece
+    WAITS: tl.constexpr,  # not before the first weights that are bytes are asked for
     PDL: tl.constexpr,
 ):
     """Some lines of the expert of one slot."""
-    begin_dependent(PDL)
+    if WAITS:
+        allow_dependents(PDL)
+    else:
+        begin_dependent(PDL)
     tiles = tl.cdiv(N, LINES)
     slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert = tl.zeros([], tl.int64)
@@ -285,7 +344,7 @@ def _packed_row_kernel(
     end = tl.minimum(begin + k_per_split, K)
     if KIND == "int8" or KIND == "e4m3":
         out = _bytes_times_row(
-            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, NATIVE_FP8, LINES, BLOCK
+            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, PIECES, BLOCK, WAITS
         )
     else:
         out = _words_times_row(
@@ -323,20 +382,26 @@ def packed_rows(
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`; no fine weights.
 
-    Without `expert_ids` there is one matrix, and every line of x is a slot. A program has `lines` of a matrix, and
-    `block` words of 32 bits of each at a time.
+    Without `expert_ids` there is one matrix, and every line of x is a slot. A program has `lines` of a matrix, and of
+    4-bit weights `block` words of 32 bits of each at a time.
     """
     assert not weight.is_fine
-    lines = lines or (64 if weight.has_bytes else 16)
     _, n, k = weight.sizes
     num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
     out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     codes, scales, zeros, _, line_scale = _parts(weight)
     assert codes is not None
-    codes = codes if weight.has_bytes else weight.codes.view(torch.int32)
-    columns = 8 * block
+    codes = weight.codes.view(torch.int32)
+    columns, pieces = 8 * block, 1
     if weight.has_bytes:
-        columns = 128 if weight.group % 128 == 0 else CHUNK
+        piece = 128 if weight.group % 128 == 0 else CHUNK
+        pieces = (_FEW_BYTES if k <= 4 * _FEW_BYTES else 2 * _FEW_BYTES) // piece
+        while pieces > 1 and k % (pieces * piece):
+            pieces //= 2
+        block, columns = piece // 4, pieces * piece
+        lines = lines or (8 if columns > _FEW_BYTES else 16)
+    lines = lines or 16
+    options = launch_options()
     parts, counters = out, out
     if splits > 1:
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
@@ -363,12 +428,13 @@ def packed_rows(
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         GROUP=weight.group,
-        ASM=torch.cuda.is_available(),
-        NATIVE_FP8=has_fp8_arithmetic(),
+        ASM=has_fp8_arithmetic() if weight.has_bytes else torch.cuda.is_available(),
         SPLITS=splits,
         LINES=lines,
-        BLOCK=columns if weight.has_bytes else block,
+        PIECES=pieces,
+        BLOCK=block,
+        WAITS=weight.has_bytes and expert_ids is None and options["PDL"],
         num_warps=num_warps,
-        **launch_options(),
+        **options,
     )
     return out
