@@ -18,6 +18,9 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 Cut = tuple[int, int]  # columns of a program's part of a matrix, and its warps
 ONE_CUT: Cut = (64, 4)  # where bits must not depend on the number of rows: they depend on this
 _TOKENS = 16  # that a program norms, however few there are: bits depend on it
+_LONG = 64  # tokens of a row; from there on values are widened: few of 16 bits are no asynchronous copy
+_SCAN = 128  # blocks of a long prompt that are looked at together for one that keeps a state
+_STAGES = 4  # tokens of a long prompt on their way to a program; bits do not depend on it
 _MOST = 1 << 14  # values of a matrix that a program's registers hold
 
 
@@ -173,6 +176,21 @@ def matrix_before(
     return matrix
 
 
+@triton.jit
+def _next_kept(table, entry, entries, SCAN: tl.constexpr):
+    """The next entry from this one on whose block keeps a state, and that block; (entries or more, 0) without one.
+
+    Few blocks of a long prompt do: the next of them is looked for among many at once.
+    """
+    block = tl.zeros([], tl.int64)
+    while (block == 0) & (entry < entries):
+        ahead = entry + tl.arange(0, SCAN)
+        found = tl.load(table + ahead, mask=ahead < entries, other=0)
+        entry = tl.min(tl.where(found > 0, ahead, entry + SCAN), axis=0)
+        block = tl.sum(tl.where(ahead == entry, found, 0), axis=0).to(tl.int64)
+    return entry, block
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _recurrence_kernel(
@@ -181,7 +199,8 @@ def _recurrence_kernel(
     cache_stride, table_stride, num_rows, num_tokens,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, ROLLBACK: tl.constexpr, DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr, LONGEST: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SKIP: tl.constexpr, LONGEST: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, SCAN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     begin_dependent(PDL)
@@ -189,7 +208,6 @@ def _recurrence_kernel(
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     lanes = tl.arange(0, KEYS)
     is_key, is_value = lanes < KEY_DIM, columns < VALUE_DIM
-    of_decay = lanes if DECAY_DIM > 1 else lanes * 0
     OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
     if index == num_rows:  # tokens of no row, behind all others
         for token in range(tl.load(starts_ptr + num_rows), num_tokens):
@@ -225,35 +243,36 @@ def _recurrence_kernel(
             KEYS,
             COLUMNS,
         )
-        entry = first // BLOCK_SIZE
-        for at in range(first, context):
+        entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
+        at = first
+        while at < context:
+            entry, block = _next_kept(table, entry, entries, SCAN)
             until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
-            while (entry * BLOCK_SIZE < context) & (tl.maximum(first, until - ROLLBACK) <= at):
-                block = tl.load(table + entry).to(tl.int64)
-                if block > 0:
-                    tl.store(cache_ptr + block * cache_stride + 1 + place, matrix, mask=in_matrix)
-                entry += 1
-                until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
-            token = (begin + at - first).to(tl.int64)
-            key = tl.load(keys_ptr + token * key_stride + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
-            query = tl.load(queries_ptr + token * query_stride + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
-            value = tl.load(values_ptr + token * value_stride + head * VALUE_DIM + columns, mask=is_value, other=0.0)
-            decay = tl.load(decays_ptr + token * OF_DECAYS + head * DECAY_DIM + of_decay, mask=is_key, other=0.0)
-            strength = 1.0
-            if DELTA:
-                strength = tl.load(strengths_ptr + token * HEADS + head)
-            matrix = _fold(matrix, key.to(tl.float32), value.to(tl.float32), decay, strength, DELTA)
-            out = tl.sum(matrix * query.to(tl.float32)[:, None], axis=0)
-            if HAS_SKIP:
-                skipped = tl.load(
-                    skipped_ptr + token * skipped_stride + head * VALUE_DIM + columns, mask=is_value, other=0.0
-                )
-                out += tl.load(skip_ptr + head) * skipped.to(tl.float32)
-            tl.store(
-                out_ptr + token * OF_VALUES + head * VALUE_DIM + columns,
-                out.to(out_ptr.dtype.element_ty),
-                mask=is_value,
-            )
+            base = tl.where(block > 0, tl.maximum(first, until - ROLLBACK), context)
+            for now in tl.range(at, base, num_stages=STAGES):  # tokens ahead are on their way while one is folded
+                token = (begin + now - first).to(tl.int64)
+                at_key, at_value = key_head * KEY_DIM + lanes, head * VALUE_DIM + columns
+                key = tl.load(keys_ptr + token * key_stride + at_key, mask=is_key, other=0.0).to(tl.float32)
+                query = tl.load(queries_ptr + token * query_stride + at_key, mask=is_key, other=0.0).to(tl.float32)
+                value = tl.load(values_ptr + token * value_stride + at_value, mask=is_value, other=0.0).to(tl.float32)
+                decays = decays_ptr + token * OF_DECAYS + head * DECAY_DIM
+                if DECAY_DIM > 1:
+                    matrix = matrix * tl.load(decays + lanes, mask=is_key, other=0.0)[:, None]
+                else:
+                    matrix = matrix * tl.load(decays + columns * 0)[None, :]
+                if DELTA:
+                    strength = tl.load(strengths_ptr + token * HEADS + head + columns * 0)
+                    value = (value - tl.sum(matrix * key[:, None], axis=0)) * strength
+                matrix = matrix + key[:, None] * value[None, :]
+                out = tl.sum(matrix * query[:, None], axis=0)
+                if HAS_SKIP:
+                    skipped = tl.load(skipped_ptr + token * skipped_stride + at_value, mask=is_value, other=0.0)
+                    out += tl.load(skip_ptr + head) * skipped.to(tl.float32)
+                tl.store(out_ptr + token * OF_VALUES + at_value, out.to(out_ptr.dtype.element_ty), mask=is_value)
+            if block > 0:
+                tl.store(cache_ptr + block * cache_stride + 1 + place, matrix, mask=in_matrix)
+            at = base
+            entry += 1
 
 
 @triton.jit
@@ -293,11 +312,7 @@ def _keep_inputs_kernel(
         first = context - (end - begin)
         entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
         while entry < entries:
-            # Few blocks of a long prompt keep a state: the next of them is looked for among many at once.
-            ahead = entry + tl.arange(0, SCAN)
-            found = tl.load(tables_ptr + row * table_stride + ahead, mask=ahead < entries, other=0)
-            entry = tl.min(tl.where(found > 0, ahead, entry + SCAN), axis=0)
-            block = tl.sum(tl.where(ahead == entry, found, 0), axis=0).to(tl.int64)
+            entry, block = _next_kept(tables_ptr + row * table_stride, entry, entries, SCAN)
             if block > 0:
                 until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
                 base = tl.maximum(first, until - ROLLBACK)
@@ -396,7 +411,10 @@ def gated_delta(
     shape: Any,
     floor: float = 0.0,
 ) -> Tensor:
-    return recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape, floor), cache, places, shape, qkv.dtype)
+    inputs = delta_inputs(qkv, decay, strength, a, dt_bias, shape, floor)
+    if qkv.shape[0] >= _LONG * places.rows.shape[0]:
+        inputs = inputs._replace(values=inputs.values.float())
+    return recur(inputs, cache, places, shape, qkv.dtype)
 
 
 def state_space(
@@ -486,6 +504,7 @@ def fold_tokens(
     out = torch.empty(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
     factors, skipped = skip or (values, values)
     keys = triton.next_power_of_2(shape.key_dim)
+    is_long = longest > _LONG and values.shape[0] >= _LONG * num_rows
     columns = min(cut[0], triton.next_power_of_2(shape.value_dim), max(16, _MOST // keys))
     _recurrence_kernel[(num_rows + 1, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
         queries,
@@ -521,6 +540,8 @@ def fold_tokens(
         LONGEST=longest,
         KEYS=keys,
         COLUMNS=columns,
+        SCAN=_SCAN if is_long else 1,
+        STAGES=_STAGES if is_long else 1,
         num_warps=cut[1],
         **launch_options(),
     )
@@ -553,6 +574,6 @@ def keep_inputs(inputs: Inputs, cache: Tensor, places: Any, shape: Any) -> None:
         ROLLBACK=shape.rollback,
         DELTA=inputs.strengths is not None,
         BLOCK=block,
-        SCAN=128,
+        SCAN=_SCAN,
         **launch_options(),
     )
