@@ -96,7 +96,7 @@ def _measure(
 ) -> SpecPoint:
     plain: list[float] = []
     drafted: list[float] = []
-    outputs: list[RequestOutput] = []
+    _, outputs = _run(llm, requests, options, speculate=True)  # not counted: steps of new shapes are captured in it
     for _ in range(options.repeats):
         plain.append(_run(llm, requests, options, speculate=False)[0])
         seconds, outputs = _run(llm, requests, options, speculate=True)
