@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -135,8 +137,14 @@ def main() -> int:
     setup_server_logging(order.settings.log_format)
     keep_little_free_memory()
     threading.Thread(target=keep_beating, args=(order.beat_fd,), name="quire-heartbeat", daemon=True).start()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(run(order))
+    parent = os.getppid()
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(run(order))
+    finally:
+        if os.getppid() != parent:  # it was killed, and cannot clean up
+            order.meeting.remove()
+            shutil.rmtree(order.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

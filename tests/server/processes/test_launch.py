@@ -197,6 +197,22 @@ def test_sigterm_lets_the_streams_of_all_processes_end(server: Running) -> None:
     assert "Traceback" not in "".join(server.log)
 
 
+def test_a_server_that_is_killed_leaves_neither_processes_nor_files(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    server = ready(serve(tmp_path_factory.mktemp("api") / "fake", "--api-server-count", "2"))
+    processes = [Watch(pid_of(server, index)) for index in range(2)]
+    engine = Watch(server.last_engine_pid())
+    assert list(temporary.iterdir())
+    server.process.kill()
+    server.wait()
+    for process in (*processes, engine):
+        process.wait()
+    assert list(temporary.iterdir()) == []
+
+
 def living(server: Running) -> list[str]:
     """The last line about each process."""
     lines = [line for line in server.log if "API process" in line and "is ready" in line]
