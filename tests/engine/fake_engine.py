@@ -6,6 +6,7 @@ What it does is told by the model's name, as words separated by commas:
   fail-at-start   a wrong model: starting again would not help
   die-at-start    exits with status 3 without a word
   hang-at-start   never becomes ready
+  ends-late       its device takes 1.5 s to end, and says that it has
   slow            a step takes 2 ms
   long            a context of 4096 tokens
 An adapter in the folder DAMAGED cannot be read; others can.
@@ -44,7 +45,8 @@ STICKY, STALL, EXIT, POISON = 40, 41, 42, 43
 
 
 class FakeDevice(Executor):
-    def __init__(self, fake: FakeExecutor, step_time: float) -> None:
+    def __init__(self, fake: FakeExecutor, step_time: float, ends_late: bool) -> None:
+        self._ends_late = ends_late
         self._fake = fake
         self._step_time = step_time
 
@@ -80,6 +82,9 @@ class FakeDevice(Executor):
 
     def shutdown(self) -> None:
         self._step_time = 0.0
+        if self._ends_late:
+            time.sleep(1.5)
+            print("the device has ended", file=sys.stderr, flush=True)
 
 
 def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, EngineInfo]:
@@ -108,7 +113,8 @@ def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, Engine
         policy="fcfs",
         kv=KVCacheManager(layout, num_blocks, True),
     )
-    device = FakeDevice(FakeExecutor(layout, num_blocks, MAX_NUM_SEQS), 0.002 if "slow" in words else 0.0)
+    fake = FakeExecutor(layout, num_blocks, MAX_NUM_SEQS)
+    device = FakeDevice(fake, 0.002 if "slow" in words else 0.0, "ends-late" in words)
     info = EngineInfo(VOCAB_SIZE, max_model_len, 16, num_blocks, MAX_NUM_SEQS)
     core = EngineCore(scheduler, device, 1, conditions=[AdapterReader(device, max_kept=1)])
     return EngineLoop(core, debug_checks=True), info
