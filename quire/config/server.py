@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from quire.config import env
@@ -140,6 +141,7 @@ def collect_api_keys(config: ServerConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
+@cache  # a pipe, such as the shell's <(COMMAND), can be read once; and keys stay what they were at the start
 def _read_keys(path: str, setting: str) -> list[str]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()

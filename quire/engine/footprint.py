@@ -89,7 +89,7 @@ def make_plans(order: PlanOrder) -> PlannedEngines:
         ranks, stages = config.parallel.num_ranks, range(config.parallel.pipeline_parallel_size)
         memory = host // ranks if is_host or device is None else device
         try:
-            budget = MemorySupply(memory, "the budget of all models", "raise it")
+            budget = MemorySupply(memory, "the budget of all models", "raise memory_budget or name fewer models")
             ledgers = [plan_memory(config, [processes], stage, supply=budget) for stage in stages]
         except QuireError as error:
             engines.append(PlannedEngine(is_host, error=str(error)))

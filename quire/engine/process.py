@@ -41,6 +41,7 @@ logger = get_logger("quire.engine.process")  # not __main__, which it is in a pr
 EXIT_FAILED = 70
 SPARE_FLAG = "--spare"
 _STOP_GRACE = 1.0  # seconds for a step in flight to end; nobody waits for what it would say
+_END_GRACE = 7.0  # seconds for the device to end: more than its ranks get, less than the client waits
 _LINGER = 2.0  # seconds for the last messages to leave
 _PHASE_INTERVAL = 0.2  # seconds between two words about the progress of one phase
 
@@ -100,6 +101,7 @@ class EngineProcess:
         self._is_terminating = False
         self._has_ended = False
         self._has_failed = False
+        self._is_ending = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         meeting = order.meeting
         decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -176,6 +178,8 @@ class EngineProcess:
             self._loop.stop()
         if self._loop is not None or self._has_ended:
             self._thread.join(_STOP_GRACE)
+        if self._is_ending:
+            self._thread.join(_END_GRACE)
         status = EXIT_FAILED if self._has_failed else 0
         if self._thread.is_alive():
             self._order.meeting.remove()
@@ -206,6 +210,7 @@ class EngineProcess:
             outputs = loop.run_once()
             if outputs.stats is not None or outputs.cached is not None:  # else nothing but commands came
                 self._sender.send(outputs)
+        self._is_ending = True
         loop.shutdown()
 
     def _fail(self, error: Exception) -> None:

@@ -176,13 +176,17 @@ class ReplicaClient(AsyncClient):
         return found
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        """Of every replica."""
+        """Of every replica; one that dies before it answers is told when it comes back."""
         self._told.note(verb, argument)
-        living = self.parts
-        if not living:
+        calls = [client.call_async(verb, argument, limit=limit) for client in self.parts]
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        given = [reply for reply in replies if not isinstance(reply, EngineDeadError)]
+        if not given:
             raise EngineDeadError("no replica lives")
-        replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
-        return one_reply(verb, replies)
+        for reply in given:
+            if isinstance(reply, BaseException):
+                raise reply
+        return one_reply(verb, given)
 
     def has_unfinished(self) -> bool:
         return bool(self._open) or not self._outputs.empty()

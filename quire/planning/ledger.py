@@ -204,7 +204,7 @@ def _does_not_fit(
         lower_kv = "" if kv_memory is None else f"--kv-cache-memory {exact_bytes(given)} "
         fix = f"set {lower_kv}--max-model-len {demand.longest(given)}"
     elif left + demand.reserved >= needed:
-        fix = "lower --reserved-memory, and set --no-spare-engine if it serves"
+        fix = f"{supply.more}, lower --reserved-memory, or set --no-spare-engine if it serves one model"
     elif demand.weights.num_bytes < supply.num_bytes:
         fix = f"lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or {supply.more}"
     else:

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 _LONGEST_NAME = 256
 
 
-class LoadAdapter(msgspec.Struct, frozen=True):
+class LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is to be served under which name; the fields are vLLM's."""
 
     lora_name: str
@@ -33,7 +33,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     load_inplace: bool = False  # whether the name may be an adapter's already
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True):
+class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str
     lora_int_id: int | None = None  # means nothing here
 

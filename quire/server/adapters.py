@@ -20,6 +20,10 @@ class ServedAdapters:
     def names(self) -> Sequence[str]:
         return tuple(self._adapters)
 
+    @property
+    def refs(self) -> Sequence[AdapterRef]:
+        return tuple(self._adapters.values())
+
     def get(self, name: str) -> AdapterRef | None:
         """What the name stands for; None if it is not an adapter's."""
         return self._adapters.get(name)

@@ -134,7 +134,14 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
         async def main() -> None:
             supervisor = EngineSupervisor(
-                config, text, options, on_phase=PhaseLog(), observer=telemetry.observer, launch=launch, spare=spare
+                config,
+                text,
+                options,
+                on_phase=PhaseLog(),
+                observer=telemetry.observer,
+                launch=launch,
+                spare=spare,
+                adapters=adapters.refs,
             )
             feed = ConsoleFeed(
                 supervisor,

@@ -90,7 +90,8 @@ class QuireServer:
         names = settings.served_model_name or (config.model.model,)
         telemetry = make_telemetry(names[0], log_interval=settings.stats_interval)
         options = SupervisorOptions(stall_timeout=settings.stall_timeout, max_restarts=settings.max_restarts)
-        supervisor = EngineSupervisor(config, text, options, observer=telemetry.observer)
+        adapters = read_lora_modules(settings.lora_modules, names)
+        supervisor = EngineSupervisor(config, text, options, observer=telemetry.observer, adapters=adapters.refs)
         app = build_app(
             supervisor,
             text,
@@ -101,7 +102,7 @@ class QuireServer:
             observer=telemetry.observer,
             extra_routers=[make_metrics_router(telemetry.prometheus)],
             tool_servers=make_tool_servers(settings),
-            adapters=read_lora_modules(settings.lora_modules, names),
+            adapters=adapters,
             description=describe_model(find_model(config.model)),
         )
         await supervisor.start()

@@ -34,12 +34,14 @@ from quire.engine.stalls import (
 )
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.controls import ClientControls
 from quire.frontend.text_model import TextModel
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.control.operator import Wanted, Word
-from quire.types.errors import EngineDeadError, EngineError, EngineStartError, EngineUnavailableError
+from quire.types.errors import EngineDeadError, EngineError, EngineStartError, EngineUnavailableError, RequestError
 from quire.types.messages import StartupPhase
 from quire.types.outputs import EngineStats
+from quire.types.request import AdapterRef
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -151,12 +153,15 @@ class EngineSupervisor:
         spare: NoSpare = NO_SPARE,
         may_launch: Callable[[], Awaitable[None]] = always,
         make_engine: MakeEngine = AsyncEngine,
+        adapters: Sequence[AdapterRef] = (),
     ) -> None:
         """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine, made by `make_engine`.
 
         `may_launch` is awaited before each launch of a process.
 
         `spare` is launched when an engine is ready and idle, for `launch` to take; it is stopped with the rest.
+
+        The first engine reads `adapters` before it gets requests; if one cannot be served, the start has failed.
         """
         self.wanted = Wanted(config)
         """What an operator has made of the engine; the next one will be the same."""
@@ -168,6 +173,7 @@ class EngineSupervisor:
         self._spare = spare
         self._may_launch = may_launch
         self._make_engine = make_engine
+        self._adapters = adapters
         self._client: ServingClient | None = None
         self._resuming: ResumingClient | None = None
         self._engine: AsyncEngine | None = None
@@ -400,6 +406,8 @@ class EngineSupervisor:
 
     async def _attach(self, client: ServingClient) -> AsyncEngine:
         """Let the streams have this engine; open requests go on in it."""
+        if self._engine is None:
+            await self._check_adapters(ClientControls(client))
         await self.wanted.tell(client)
         if self._engine is None or self._resuming is None:
             self._resuming = ResumingClient(client.info)
@@ -413,6 +421,13 @@ class EngineSupervisor:
             logger.info("%d open requests go on in engine process %d", num_resumed, client.pid)
             self._observer.on_resume(num_resumed)
         return self._engine
+
+    async def _check_adapters(self, engine: ClientControls) -> None:
+        for ref in self._adapters:  # one after the other: host memory has room for some of them
+            try:
+                await engine.load_adapter(ref)
+            except RequestError as error:
+                raise EngineStartError(f"lora_modules has {ref.name!r}: {error}") from error
 
     async def _prepare(self, engine: AsyncEngine) -> None:
         """Do now what would delay the first requests."""

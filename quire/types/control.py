@@ -12,12 +12,12 @@ OpenRequests = Literal["continue", "drain", "abort"]
 Change = Literal["sleep", "wake", "update_weights"]
 
 
-class WeightsUpdate(msgspec.Struct, frozen=True):
+class WeightsUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str  # a model of the same config
     requests: OpenRequests = "continue"
 
 
-class LiveLimits(msgspec.Struct, frozen=True):
+class LiveLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of the scheduler; None: as it is. None can be above what the engine was started with."""
 
     max_num_seqs: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.config import args
 from quire.config.groups import ServerConfig
-from quire.config.server import check_server, collect_api_keys
+from quire.config.server import check_server, collect_admin_keys, collect_api_keys
 from quire.types.errors import ConfigError
 from tests.config.test_args import as_flags, values_of
 
@@ -89,6 +90,17 @@ def test_keys_come_from_flags_file_and_environment(tmp_path: Path, monkeypatch: 
     assert collect_api_keys(config) == ("flag", "from-env", "second", "from-file", "another")
     monkeypatch.delenv("QUIRE_API_KEY")
     assert collect_api_keys(ServerConfig()) == ()
+
+
+def test_a_key_file_that_is_a_pipe_is_read_once_for_all_who_ask() -> None:
+    """The shell's `--admin-key-file <(pass show quire)` is such a file."""
+    reader, writer = os.pipe()
+    os.write(writer, b"from-pipe\n")
+    os.close(writer)
+    config = ServerConfig(admin="127.0.0.1:0", admin_key_file=f"/dev/fd/{reader}")
+    check_server(config)
+    assert collect_admin_keys(config) == collect_admin_keys(config) == ("from-pipe",)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"# only a comment\n\n", b"\xff\xfe"])

@@ -6,8 +6,10 @@ What it does is told by the model's name, as words separated by commas:
   fail-at-start   a wrong model: starting again would not help
   die-at-start    exits with status 3 without a word
   hang-at-start   never becomes ready
+  ends-late       its device takes 1.5 s to end, and says that it has
   slow            a step takes 2 ms
   long            a context of 4096 tokens
+An adapter in the folder DAMAGED cannot be read; others can.
 A prompt of one token tells a step: POISON fails, STICKY loses the device, STALL never ends, EXIT ends the process.
 """
 
@@ -17,8 +19,10 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 from quire.config.engine import EngineConfig
+from quire.engine.adapters import AdapterReader
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.process import serve
@@ -26,8 +30,9 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.sched.state import Limits
-from quire.types.errors import ModelNotFoundError
+from quire.types.errors import AdapterError, ModelNotFoundError
 from quire.types.messages import EngineInfo
+from quire.types.request import AdapterRef
 from quire.types.step import StepPlan
 from quire.utils.phases import ReportPhase
 from quire.worker.executor import Executor
@@ -35,11 +40,13 @@ from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeStep, FakeStepError
 
 COMMAND = (sys.executable, "-m", "tests.engine.fake_engine")
 MAX_NUM_SEQS = 64
+DAMAGED = "damaged"
 STICKY, STALL, EXIT, POISON = 40, 41, 42, 43
 
 
 class FakeDevice(Executor):
-    def __init__(self, fake: FakeExecutor, step_time: float) -> None:
+    def __init__(self, fake: FakeExecutor, step_time: float, ends_late: bool) -> None:
+        self._ends_late = ends_late
         self._fake = fake
         self._step_time = step_time
 
@@ -59,11 +66,25 @@ class FakeDevice(Executor):
             future.set_result(self._fake.execute(plan))
         return future
 
+    def read_adapter(self, ref: AdapterRef) -> Future[int]:
+        reading: Future[int] = Future()
+        if ref.path == DAMAGED:
+            reading.set_exception(AdapterError(f"{DAMAGED} is truncated; download it again"))
+        else:
+            reading.set_result(1)
+        return reading
+
+    def forget_adapter(self, digest: str) -> None:
+        return None
+
     def is_sticky(self, error: Exception) -> bool:
         return str(error) == "lost"
 
     def shutdown(self) -> None:
         self._step_time = 0.0
+        if self._ends_late:
+            time.sleep(1.5)
+            print("the device has ended", file=sys.stderr, flush=True)
 
 
 def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, EngineInfo]:
@@ -92,9 +113,11 @@ def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, Engine
         policy="fcfs",
         kv=KVCacheManager(layout, num_blocks, True),
     )
-    device = FakeDevice(FakeExecutor(layout, num_blocks, MAX_NUM_SEQS), 0.002 if "slow" in words else 0.0)
+    fake = FakeExecutor(layout, num_blocks, MAX_NUM_SEQS)
+    device = FakeDevice(fake, 0.002 if "slow" in words else 0.0, "ends-late" in words)
     info = EngineInfo(VOCAB_SIZE, max_model_len, 16, num_blocks, MAX_NUM_SEQS)
-    return EngineLoop(EngineCore(scheduler, device, 1), debug_checks=True), info
+    core = EngineCore(scheduler, device, 1, conditions=[AdapterReader(device, max_kept=1)])
+    return EngineLoop(core, debug_checks=True), info
 
 
 if __name__ == "__main__":

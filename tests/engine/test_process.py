@@ -99,6 +99,15 @@ def test_shutdown_leaves_nothing_behind(temp_folder: Path) -> None:
     temp_folder.rmdir()
 
 
+def test_shutdown_waits_for_a_device_that_ends_late() -> None:
+    """Else ranks would be left to themselves, and one that is stopped by a signal would stay for ever."""
+    lines: list[str] = []
+    client = launch("ends-late", take_line=lines.append)
+    client.wait_ready()
+    client.shutdown()
+    assert "the device has ended\n" in lines
+
+
 def test_shutdown_while_it_starts_does_not_wait_for_the_start() -> None:
     client = launch("hang-at-start")
     watch = Watch(client.pid)

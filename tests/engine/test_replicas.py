@@ -174,6 +174,24 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_a_replica_that_dies_before_it_answers_a_verb_is_not_waited_for() -> None:
+    """The others did it, and the one that comes back is told; whoever asked would wait for another engine."""
+
+    async def run() -> None:
+        async with replicas() as client:
+            victim = client.pids[0]
+            os.kill(victim, signal.SIGSTOP)  # it cannot answer
+            asked = asyncio.create_task(client.call_async("pause", True, limit=None))
+            await until(lambda: any(verb == "pause" for verb, _ in client._told))
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.wait_for(asked, LIMIT)
+            await until(lambda: len(client.pids) == 2 and victim not in client.pids)
+            states = [await part.call_async("state") for part in client.parts]
+            assert [state.is_paused for state in states] == [True, True]
+
+    asyncio.run(run())
+
+
 def test_the_number_of_replicas_changes_under_load_and_no_token_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up: no request goes to a replica before it is warm. Down: what does not end in time goes on in the others."""
     cold: list[ZmqClient] = []

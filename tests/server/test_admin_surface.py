@@ -22,7 +22,7 @@ from quire.engine.replicas import ReplicaClient
 from quire.engine.spare import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.frontend.async_engine import AsyncEngine
-from quire.server.adapter_loading import AdapterLoader
+from quire.server.adapter_loading import AdapterLoader, LoadAdapter
 from quire.server.adapters import ServedAdapters
 from quire.server.control.app import build_admin_app
 from quire.server.control.listen import admin_settings, serving_admin
@@ -31,6 +31,7 @@ from quire.server.control.verbs import MAX_BODY, VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
 from quire.types.errors import ConfigError, EngineDeadError, EngineError, EngineUnavailableError
+from quire.types.request import AdapterRef
 from tests.engine.fake_engine import COMMAND
 from tests.engine.processes import LIMIT
 from tests.frontend.fake_client import FakeClient, text_model
@@ -157,6 +158,31 @@ async def test_what_is_refused() -> None:
         server.engine_pid = None
         answer = await http.post("/admin/restart-engine")
         assert (answer.status_code, answer.json()["error"][:18]) == (409, "the engine is star")
+
+
+async def test_a_field_that_a_verb_does_not_have_is_refused_by_name() -> None:
+    """Else `sleep` with "request" for "requests" would do what nobody asked for."""
+    async with client(FakeServer()) as http:
+        for name in VERBS:
+            if VERBS.get(name).argument not in (None, int):
+                answer = await http.post(f"/admin/{name}", json={"requestz": "refuse"})
+                assert (answer.status_code, "`requestz`" in answer.json()["error"]) == (400, True), name
+
+
+async def test_an_adapter_that_is_loaded_is_told_by_field() -> None:
+    class Loader:
+        async def load(self, wanted: LoadAdapter) -> AdapterRef:
+            return AdapterRef(wanted.lora_name, "abc", "/adapters/a", 8)
+
+        unload = load
+
+    server = FakeServer()
+    app = build_admin_app(Controlled(server, cast(AdapterLoader, Loader()), EngineOperator(server)), ())
+    told = {"lora_name": "a", "lora_path": "/adapters/a", "rank": 8, "digest": "abc"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as http:
+        body = {"lora_name": "a", "lora_path": "a"}
+        assert (await http.post("/admin/load-adapter", json=body)).json() == told
+        assert (await http.post("/admin/unload-adapter", json={"lora_name": "a"})).json() == told
 
 
 async def test_every_verb_needs_the_key() -> None:

@@ -34,7 +34,7 @@ def serve(folder: Path, *flags: str) -> Running:
 
 
 def ready(running: Running) -> Running:
-    running.url = running.wait_line(r"serving on (http://[\d.:]+), ready")[1]
+    running.url = running.wait_line(r"serving on (https?://[\d.:]+), ready")[1]
     return running
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,9 @@ from quire.metrics.prometheus import PrometheusObserver
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
 from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError, GenerationError
 from quire.types.outputs import RequestOutput
+from quire.types.request import AdapterRef
 from quire.types.sampling import SamplingParams
-from tests.engine.fake_engine import COMMAND, EXIT, STALL, STICKY
+from tests.engine.fake_engine import COMMAND, DAMAGED, EXIT, STALL, STICKY
 from tests.engine.processes import LIMIT, Watch, request
 from tests.fakes import generate_alone
 from tests.frontend.fake_client import text_model
@@ -34,7 +35,9 @@ QUICK = {"restart_backoff": 0.001}
 class Keeper:
     """A supervisor of fake engines, with their log."""
 
-    def __init__(self, words: str, with_spare: bool = False, **options: Any) -> None:
+    def __init__(
+        self, words: str, with_spare: bool = False, adapters: Sequence[AdapterRef] = (), **options: Any
+    ) -> None:
         self.lines: list[str] = []
         self.clients: list[ZmqClient] = []
         self.words = words
@@ -44,7 +47,13 @@ class Keeper:
         spare = self.spare if with_spare else NO_SPARE
         self.observer = PrometheusObserver("fake")
         self.supervisor = EngineSupervisor(
-            config, text_model(), settings, observer=self.observer, launch=self._launch, spare=spare
+            config,
+            text_model(),
+            settings,
+            observer=self.observer,
+            launch=self._launch,
+            spare=spare,
+            adapters=adapters,
         )
 
     def _launch(self, config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
@@ -125,6 +134,20 @@ async def test_health_tells_what_a_start_is_busy_with() -> None:
     watch.wait()
     with pytest.raises(EngineDeadError, match="stopped before"):
         await starting
+
+
+async def test_adapters_are_read_before_the_first_request_and_a_damaged_one_ends_the_start() -> None:
+    whole = [AdapterRef(str(index), str(index), "whole") for index in range(3)]
+    async with keeper(adapters=whole) as kept:
+        assert kept.supervisor.health().status == "ready"
+        await kill_engine(kept)
+    kept = Keeper("long", adapters=[*whole, AdapterRef("towns", "digest", DAMAGED)])
+    try:
+        with pytest.raises(EngineStartError, match="lora_modules has 'towns': damaged is truncated; download it"):
+            await asyncio.wait_for(kept.supervisor.start(), LIMIT)
+        assert len(kept.clients) == 1, "to start again would not help"
+    finally:
+        await kept.supervisor.stop()
 
 
 async def kill_engine(kept: Keeper) -> None:

@@ -21,7 +21,7 @@ from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireE
 Word = Literal["asleep", "paused", "changing"]
 
 
-class SleepWanted(msgspec.Struct, frozen=True):
+class SleepWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: int = 1  # 1: weights stay in host memory, 2: they are dropped
     requests: Literal["wait", "refuse"] = "wait"  # those that come meanwhile
 

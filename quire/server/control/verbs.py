@@ -73,16 +73,16 @@ class AdminVerb:
     max_body: int = MAX_BODY
 
 
-class LogLevel(msgspec.Struct):
+class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
     level: str
 
 
-class TensorsPush(msgspec.Struct):
+class TensorsPush(msgspec.Struct, forbid_unknown_fields=True):
     tensors: list[PushedTensor]
     start_over: bool = False  # without what was pushed before and not applied
 
 
-class PushedApply(msgspec.Struct):
+class PushedApply(msgspec.Struct, forbid_unknown_fields=True):
     requests: OpenRequests = "continue"
 
 
@@ -123,12 +123,16 @@ async def _restore_replica(server: Controlled, argument: int) -> dict[str, int]:
     return {"restored": argument}
 
 
-async def _load_adapter(server: Controlled, argument: LoadAdapter) -> AdapterRef:
-    return await server.adapters.load(argument)
+async def _load_adapter(server: Controlled, argument: LoadAdapter) -> dict[str, Any]:
+    return _by_field(await server.adapters.load(argument))
 
 
-async def _unload_adapter(server: Controlled, argument: UnloadAdapter) -> AdapterRef:
-    return await server.adapters.unload(argument)
+async def _unload_adapter(server: Controlled, argument: UnloadAdapter) -> dict[str, Any]:
+    return _by_field(await server.adapters.unload(argument))
+
+
+def _by_field(ref: AdapterRef) -> dict[str, Any]:
+    return {"lora_name": ref.name, "lora_path": ref.path, "rank": ref.rank, "digest": ref.digest}
 
 
 async def _state(server: Controlled, argument: None) -> EngineState:

@@ -240,6 +240,7 @@ def _add(
         observer=observer,
         launch=launch,
         may_launch=partial(fleet.may_launch, name),
+        adapters=model.adapters.refs,
     )
     feed = ConsoleFeed(
         supervisor, model.monitor, entry.names, shows_text=settings.console_show_text, is_ending=is_ending

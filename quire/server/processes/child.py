@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import shutil
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -71,31 +74,34 @@ async def serve_process(order: ApiOrder, provider: RelayedProvider) -> None:
     tool_servers = make_tool_servers(settings)
     text = load_text_model(order.config.model)
     app = make_process_app(msgspec.structs.replace(order, settings=settings), provider, text, tool_servers)
-    server = Server(uvicorn_config(app, settings))
-    private = replace(settings, uds=Neighbours(order.folder, order.secret).socket_path(str(order.index)))
+    path = Neighbours(order.folder, order.secret).socket_path(str(order.index))
+    private = replace(settings, uds=path, ssl_certfile=None, ssl_keyfile=None)  # TLS is for clients
+    servers = [Server(uvicorn_config(app, each)) for each in (settings, private)]
     gc.collect()
     gc.freeze()  # as in a server of one process
 
     def leave() -> None:
-        server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
 
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), leave)
     provider.attach(text)
     with listening_socket(private) as neighbour_listener:
-        telling = asyncio.create_task(_tell(server, provider), name="quire-counts")
+        telling = asyncio.create_task(_tell(servers, provider), name="quire-counts")
         try:
-            await server.serve(sockets=[listener, neighbour_listener])
+            sockets = (listener, neighbour_listener)
+            await asyncio.gather(*(server.serve([each]) for server, each in zip(servers, sockets, strict=True)))
         finally:
             telling.cancel()
             provider.end_streams("the server is stopping")
-            await server.end_answers()
+            await asyncio.gather(*(server.end_answers() for server in servers))
             await tool_servers.close()
 
 
-async def _tell(server: Server, provider: RelayedProvider) -> None:
+async def _tell(servers: Sequence[Server], provider: RelayedProvider) -> None:
     """Say when connections are accepted, and from then on what is counted."""
-    while not server.started:
+    while not all(server.started for server in servers):
         await asyncio.sleep(_LISTEN_INTERVAL)
     provider.note_listening()
     while True:
@@ -131,8 +137,14 @@ def main() -> int:
     setup_server_logging(order.settings.log_format)
     keep_little_free_memory()
     threading.Thread(target=keep_beating, args=(order.beat_fd,), name="quire-heartbeat", daemon=True).start()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(run(order))
+    parent = os.getppid()
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(run(order))
+    finally:
+        if os.getppid() != parent:  # it was killed, and cannot clean up
+            order.meeting.remove()
+            shutil.rmtree(order.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

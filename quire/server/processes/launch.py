@@ -152,6 +152,7 @@ def run_processes(config: EngineConfig, settings: ServerConfig, launch: LaunchCl
                 launch=launch,
                 spare=spare,
                 make_engine=processes.make_engine,
+                adapters=adapters.refs,
             )
             processes.source = supervisor
             loader = FixedAdapters(ServedAdapters(), supervisor, None, model_names)

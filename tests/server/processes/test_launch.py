@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +25,7 @@ from quire.types.errors import ConfigError
 from tests.e2e.serving import Running
 from tests.engine.processes import Watch, finish, joined, launch, request
 from tests.metrics.scrape import Scrape
+from tests.server.helpers import make_certificate
 from tests.server.test_run_server import ready, serve
 
 LIMIT = 30.0  # seconds
@@ -48,11 +52,11 @@ def pid_of(server: Running, index: int, after: int = 0) -> int:
 
 
 @contextmanager
-def on_process(server: Running, index: int) -> Iterator[httpx.Client]:
+def on_process(server: Running, index: int, trust: ssl.SSLContext | bool = False) -> Iterator[httpx.Client]:
     """A client whose connection a certain process has accepted."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
-        with httpx.Client(base_url=server.url, timeout=LIMIT) as client:
+        with httpx.Client(base_url=server.url, timeout=LIMIT, verify=trust) as client:
             try:
                 is_there = client.get("/health").headers[PROCESS_HEADER] == str(index)
             except httpx.TransportError:
@@ -137,6 +141,24 @@ def test_a_key_belongs_to_one_process_whichever_is_asked(server: Running) -> Non
         assert refused.status_code == 403  # the operator's, who has no key here
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
+def test_with_tls_processes_still_answer_for_each_other(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    flags = [word for name, value in certificate.items() for word in ("--" + name.replace("_", "-"), value)]
+    server = ready(serve(tmp_path / "fake", "--api-server-count", "2", *flags))
+    try:
+        with on_process(server, 0, trust) as first, on_process(server, 1, trust) as second:
+            for key in ("a", "b", "c", "d"):
+                body, headers = {"prompt": [5], "max_tokens": 8}, {"Idempotency-Key": key}
+                answers = [client.post("/v1/completions", json=body, headers=headers) for client in (first, second)]
+                assert [answer.status_code for answer in answers] == [200, 200]
+                assert answers[0].json() == answers[1].json()
+            assert scrape(second).get("generation_tokens_total") > 0
+    finally:
+        assert server.stop() == 0, "".join(server.log)
+
+
 def test_a_killed_process_comes_back_and_the_streams_of_the_other_go_on(server: Running) -> None:
     begun, victim = len(server.log), pid_of(server, 0)
     with on_process(server, 0) as first, on_process(server, 1) as second:
@@ -173,6 +195,22 @@ def test_sigterm_lets_the_streams_of_all_processes_end(server: Running) -> None:
     for process in (*processes, engine):
         process.wait()
     assert "Traceback" not in "".join(server.log)
+
+
+def test_a_server_that_is_killed_leaves_neither_processes_nor_files(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    server = ready(serve(tmp_path_factory.mktemp("api") / "fake", "--api-server-count", "2"))
+    processes = [Watch(pid_of(server, index)) for index in range(2)]
+    engine = Watch(server.last_engine_pid())
+    assert list(temporary.iterdir())
+    server.process.kill()
+    server.wait()
+    for process in (*processes, engine):
+        process.wait()
+    assert list(temporary.iterdir()) == []
 
 
 def living(server: Running) -> list[str]:
