@@ -142,9 +142,8 @@ class Hold:
         except EngineDeadError:
             raise
         except Exception as error:  # told to whoever asked for it; the engine is as it was
-            is_ours = isinstance(error, QuireError)  # its message says all
-            self._error = str(error) if is_ours else repr(error)
-            logger.error("%s failed: %s", change, self._error, exc_info=None if is_ours else error)
+            self._error = str(error) if isinstance(error, QuireError) else repr(error)
+            logger.error("%s failed: %s", change, self._error, exc_info=not isinstance(error, QuireError) and error)
         else:
             logger.info("%s is done", change)
             if change == "update_weights":
