@@ -136,13 +136,14 @@ class EngineCore:
         self.scheduler.work_ahead()
         oldest = self._in_flight[0]
         assert oldest.handle is not None, "a step was planned and not started"
+        asked = self._clock()
         try:
             result = oldest.handle.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
             outputs = self._contain(oldest, error)
             self.parked.note_ends(outputs)
             return EngineOutputs([*refused, *outputs], self.stats())
-        seconds = self._seconds(oldest.started)
+        seconds = self._seconds(oldest.started, begin, asked)
         self.log.finished(oldest.plan, result, seconds)
         outputs = self.scheduler.update(oldest.plan, result, seconds)
         self.watch.finished(oldest.plan, result, seconds)
@@ -156,10 +157,16 @@ class EngineCore:
             stats = msgspec.structs.replace(stats, expert_load=result.expert_load)
         return EngineOutputs([*refused, *outputs] if refused else outputs, stats)
 
-    def _seconds(self, started: float) -> float:
-        """How long the step whose result has just come kept the device: it waited for the one before it."""
-        now = self._clock()
-        seconds = now - max(started, self._last_result)
+    def _seconds(self, started: float, begin: float, asked: float) -> float:
+        """How long the step whose result has just come kept the device: it waited for the one before it.
+
+        If another was launched since `begin` and its own result was there when it was asked for, it ended meanwhile:
+        kernel by kernel a launch takes longer than many a step, and counts for what was launched.
+        """
+        now, launched = self._clock(), self._in_flight[-1].started
+        if started < launched >= begin and now - asked < (asked - launched) / 4:
+            now = launched
+        seconds = max(0.0, now - max(started, self._last_result))
         self._last_result = now
         return seconds
 

@@ -247,7 +247,7 @@ class ReplayedCore(EngineCore):
         is_recorded = self._comparison.num_planned < len(self._comparison.turn.planned)
         return is_recorded or super()._may_plan()
 
-    def _seconds(self, started: float) -> float:
+    def _seconds(self, started: float, begin: float, asked: float) -> float:
         end = self._comparison.turn.end
         return end.seconds if isinstance(end, Finished) else 0.0
 

@@ -58,9 +58,11 @@ class Measured(TokenShares):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.works: list[StepWork] = []
 
     def measured(self, work: StepWork, seconds: float) -> None:
         self.seconds.append(round(seconds, 6))
+        self.works.append(work)
 
 
 def make_core(
@@ -185,10 +187,14 @@ class Late(Device):
 
     now = 0.0
     ends = 0.0
+    launch = 0.0  # seconds that the host launches a step with more than one token, while it runs
 
     def execute(self, plan: StepPlan) -> FakeStep:
         future = super().execute(plan)
-        self.ends = end = max(self.now, self.ends) + 0.010
+        self.now += 0.0001
+        launch = self.launch if max(plan.num_tokens) > 1 else 0.0
+        self.ends = end = max(self.now + launch, self.ends + 0.010, self.now + 0.010)
+        self.now += launch
         done = future.result
 
         def result(timeout: float | None = None) -> StepResult:
@@ -208,4 +214,21 @@ def test_a_step_is_measured_without_those_it_waited_for(steps_in_flight: int) ->
     while core.has_work():
         core.step()
         late.now += 0.002  # the loop does other things, too
-    assert shares.seconds == [0.01] * 6
+    assert shares.seconds == [0.0101, *[0.01 if steps_in_flight > 1 else 0.0101] * 5]
+
+
+def test_a_step_that_is_long_to_launch_has_its_time_and_not_the_one_before() -> None:
+    """A decode step is done while the kernels of a prompt are launched, one by one."""
+    shares = Measured()
+    core, device = make_core(2, shares, lambda: late.now)
+    core.executor = late = Late(device.fake)
+    late.launch = 0.060
+    core.add_request(request("a", 1, 12))
+    for _ in range(4):
+        core.step()
+    core.add_request(request("b", 8, 2))
+    while core.has_work():
+        core.step()
+    long = [work.prompt_tokens for work, seconds in zip(shares.works, shares.seconds, strict=True) if seconds > 0.011]
+    assert long == [8]
+    assert max(shares.seconds) == pytest.approx(0.06, abs=0.001)
