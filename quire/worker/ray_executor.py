@@ -38,8 +38,8 @@ def _actor_class() -> type:
 
             values = [f"{name}={value}" for name, value in environment.items()]
             # Ray sets OMP_NUM_THREADS, for work that is not ours.
-            command = ["env", "-u", "OMP_NUM_THREADS", *values, sys.executable, "-P", "-m", "quire.worker.remote_rank"]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            command = ["env", "-u", "OMP_NUM_THREADS", *values, sys.executable, "-P", "-m"]
+            process = subprocess.Popen([*command, "quire.worker.remote_rank"], stdin=subprocess.PIPE)
             process.communicate(order + b"\n")
             return process.returncode
 
