@@ -378,7 +378,7 @@ def states(all_shapes: bool) -> None:
     from quire.ops.states import StatePlaces, StateShape
 
     rows, wide = 8, torch.float32
-    for tokens, kernels in ((8, states), (2048, chunked_states)):
+    for tokens, kernels in ((8, states), (2048, states), (2048, chunked_states)):
         places = StatePlaces(
             numbers(64, 512, dtype=torch.int32),
             numbers(rows, dtype=torch.int64),
