@@ -24,6 +24,7 @@ FACTORS: dict[str, list[Any]] = {
     "max_num_seqs": [1, 4],
     "enable_prefix_caching": [False, True],
     "dimensions": [None, 8],
+    "attended_tokens": [None, 9],  # of bidirectional attention: those behind are no keys, as masks of ColBERT
 }
 CHUNK = {160: 23, 400: 400}
 TAG = PROMPTS[0][-1]
@@ -56,7 +57,9 @@ def alone(models: dict[str, Path]) -> dict[Any, list[Pooled | None]]:
 
 def params_of(row: Row) -> PoolingParams:
     tag = TAG if row["pooling"] == "step" else None
-    return PoolingParams(pooling=row["pooling"], dimensions=row["dimensions"], step_tag_id=tag)
+    attended = None if row["model"] == "decoder" else row["attended_tokens"]
+    of_vectors = {"pooling": row["pooling"], "dimensions": row["dimensions"]}
+    return PoolingParams(**of_vectors, step_tag_id=tag, attended_tokens=attended)
 
 
 def prompts_of(row: Row) -> list[list[int]]:
