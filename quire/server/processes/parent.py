@@ -271,6 +271,7 @@ class ApiProcesses:
     async def drain(self, reason: str, limit: float) -> bool:
         """Let all take no more requests; whether their open streams ended within `limit` seconds."""
         self._draining, end = reason, time.monotonic() + limit
+        self._due.clear()  # one that comes now would have nothing to do
         for process in self._living.values():
             process.send(Drain(reason))
         while not all(process.is_drained for process in self._living.values() if process.is_connected):
@@ -342,7 +343,7 @@ class ApiProcesses:
             self._observer.on_http_end(call)
 
     def _on_exit(self, process: ApiProcess) -> None:
-        """Abort what a dead process has open, and launch it again unless the server ends."""
+        """Abort what a dead process has open, and launch it again unless the server drains or ends."""
         index = process.index
         del self._living[index]
         if self._engine is not None:
@@ -350,7 +351,7 @@ class ApiProcesses:
         for key in [key for key in self._flushed if key[1] is process]:
             self._flushed.pop(key).cancel()
         self._tell_turn()
-        if self.should_exit or self._error is not None:
+        if self.should_exit or self._draining is not None or self._error is not None:
             return
         cause = process.child.cause_of_death()
         self._deaths[index] += not process.is_serving
