@@ -59,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--best is {args.best!r} but must be one of {', '.join(OBJECTIVES)}")
     if args.price_per_hour is not None and not 0 <= args.price_per_hour < inf:
         raise ConfigError(f"--price-per-hour is {args.price_per_hour:g} but must be at least 0")
+    if args.picture is not None:
+        from quire.bench.report import check_writable
+
+        check_writable("--picture", args.picture)
     table = find_table(args.machine, args.model)
     setup = with_settings(table.setup, {name: value[0] for name, value in _settings(args.set, "--set").items()})
     arrivals, concurrency = _load(args)
