@@ -34,7 +34,7 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class OpenFiles:
-    """Warns when this process may open hardly any more files. What is then not accepted, an event loop drops unseen."""
+    """Warns when this process may open hardly any more files: connections that come then are dropped unseen."""
 
     def __init__(self) -> None:
         self._warned_at = -_WARN_INTERVAL

@@ -288,8 +288,8 @@ class EngineSupervisor:
             raise EngineUnavailableError(why, _RETRY_AFTER)
         if self.wanted.config.parallel.shares_experts:
             raise EngineError(
-                "these replicas share experts (--enable-expert-parallel), so none can come or go alone; start the server"
-                f" again with -dp {count}"
+                "these replicas share experts (--enable-expert-parallel), so none can come or go alone; start the"
+                f" server again with -dp {count}"
             )
         self.wanted.config.with_replicas(count)  # can it be?
         if not isinstance(self._client, ReplicaClient) and count > 1:
