@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="default %(default)s")
+    add("model", nargs="?", metavar="MODEL", help=f"default: that of the file, or {DEFAULT_MODEL}")
     add(
         "--machine",
         required=True,
@@ -63,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.report import check_writable
 
         check_writable("--picture", args.picture)
-    table = find_table(args.machine, args.model)
+    table = find_table(args.machine, args.model or DEFAULT_MODEL)
+    if args.model not in (None, table.model):
+        raise ConfigError(
+            f"{args.machine} is a cost table of {table.model!r}, not of {args.model!r}; measure that with"
+            f" `quire bench steps {args.model} --table FILE`, or leave the model out"
+        )
     setup = with_settings(table.setup, {name: value[0] for name, value in _settings(args.set, "--set").items()})
     arrivals, concurrency = _load(args)
     results = [

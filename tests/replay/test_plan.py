@@ -406,6 +406,17 @@ def test_a_machine_that_was_not_measured_is_refused_with_those_that_were(capsys:
     assert "quire bench steps smollm2" in said
 
 
+def test_a_table_of_another_model_is_refused(
+    tmp_path: Path, table: CostTable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "toy.json"
+    file.write_bytes(msgspec.json.encode(table))
+    assert main(["plan", "--machine", str(file), "--num-prompts", "2"]) == 0
+    assert "toy on toy" in capsys.readouterr().out
+    assert main(["plan", "game", "--machine", str(file), "--num-prompts", "2"]) == 1
+    assert "is a cost table of 'toy', not of 'game'" in capsys.readouterr().err
+
+
 def test_a_plan_needs_no_torch(tmp_path: Path, table: CostTable) -> None:
     file = tmp_path / "toy.json"
     file.write_bytes(msgspec.json.encode(table))
