@@ -351,9 +351,12 @@ class ApiProcesses:
         for key in [key for key in self._flushed if key[1] is process]:
             self._flushed.pop(key).cancel()
         self._tell_turn()
-        if self.should_exit or self._draining is not None or self._error is not None:
+        if self.should_exit or self._error is not None:
             return
         cause = process.child.cause_of_death()
+        if self._draining is not None:
+            logger.error("%s; the server is stopping, so API process %d is not launched again", cause, index)
+            return
         self._deaths[index] += not process.is_serving
         if self._deaths[index] > self._max_restarts:
             self._error = EngineDeadError(f"API process {index} does not come up: {cause}")

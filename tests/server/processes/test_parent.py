@@ -211,7 +211,7 @@ async def test_a_request_that_comes_before_an_engine_fails_alone() -> None:
         assert "there is no engine" in str(answer)
 
 
-async def test_one_that_ends_during_a_drain_is_not_launched_again() -> None:
+async def test_one_that_ends_during_a_drain_is_not_launched_again(caplog: pytest.LogCaptureFixture) -> None:
     async with Group(max_restarts=5) as group:
         first, second = group.launched
         first.die()  # waits for its next launch
@@ -222,3 +222,4 @@ async def test_one_that_ends_during_a_drain_is_not_launched_again() -> None:
         assert await asyncio.wait_for(draining, 5)
         await asyncio.sleep(0.7)  # longer than the wait for the first launch, and several looks at who is due
         assert group.launched == [first, second]
+    assert "the API process 7 was killed; the server is stopping, so API process 1 is not" in caplog.text
