@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.bench.options import check_least
 from quire.bench.tables import Grid
 from quire.kernels.cpu.grouped import GroupedMatmul
 from quire.kernels.cpu.matrix import PackedMatrix
@@ -33,7 +34,10 @@ class MoeOptions:
 
 def bench_moe(options: MoeOptions) -> tuple[list[Grid], dict[str, Any]]:
     """Times in ms by tokens; on a GPU of the tiles that are found and written, on a CPU of each storage."""
-    if not 0 < options.top_k <= options.experts:
+    for flag in ("experts", "width", "top_k", "repeats"):
+        check_least(flag, getattr(options, flag), 1)
+    check_least("hidden_size", options.hidden, 1)
+    if options.top_k > options.experts:
         raise ConfigError(f"top_k is {options.top_k}, and there are {options.experts} experts; lower it to that")
     platform = get_platform("auto")
     results = _on_cpu(options, platform) if platform.uses_host_memory else _on_gpu(options, platform)

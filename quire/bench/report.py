@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from quire.types.errors import ConfigError
+
 
 def environment(*packages: str, secrets: Sequence[str] = ()) -> dict[str, Any]:
     """Where and how this process runs; `secrets` are arguments that must not be written down."""
@@ -27,6 +29,15 @@ def environment(*packages: str, secrets: Sequence[str] = ()) -> dict[str, Any]:
         "packages": {name: _version(name) for name in packages},
         "command": _command(secrets),
     }
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Refuse, before anything is measured, a path at which nothing could be written afterwards."""
+    found = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+    if found != path.absolute() and not found.is_dir():
+        raise ConfigError(f"{flag} is {str(path)!r}, but {found} is not a folder; name another path")
+    if not os.access(found, os.W_OK):
+        raise ConfigError(f"{flag} is {str(path)!r}, but {found} cannot be written to; name another path")
 
 
 def write_report(path: Path, environment: dict[str, Any], results: Any, **more: Any) -> Path:

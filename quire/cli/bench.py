@@ -14,7 +14,8 @@ import msgspec
 
 from quire.bench import flags
 from quire.bench.options import EmbedOptions, LatencyOptions
-from quire.bench.report import environment, write_report
+from quire.bench.report import check_writable, environment, write_report
+from quire.cli.embed import DEFAULT_EMBEDDER
 from quire.cli.parser import Parser
 from quire.config.args import add_engine_arguments, engine_config_from, engine_settings_from
 from quire.config.groups import DEFAULT_MODEL
@@ -40,6 +41,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for name in ("output_dir", "table"):
+        if (path := vars(args).get(name)) is not None:
+            check_writable(f"--{name.replace('_', '-')}", Path(path))
     code: int = args.run_kind(args)
     return code
 
@@ -127,11 +131,11 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=5, metavar="N", help="default %(default)s")
     add("--warmup", type=int, default=1, metavar="N", help="repeats before, uncounted; default %(default)s")
     flags.add_output_flags(parser, "embed")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, model=DEFAULT_EMBEDDER)
 
 
 def _run_embed(args: argparse.Namespace) -> int:
-    settings = {"model": "minilm", **engine_settings_from(args)}
+    settings = {"model": DEFAULT_EMBEDDER, **engine_settings_from(args)}
     shape = {name: getattr(args, name) for name in ("batch_size", "input_len", "repeats", "warmup")}
     options = EmbedOptions(**shape)
     from quire import LLM

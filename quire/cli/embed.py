@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dimensions", type=int, metavar="N", help="keep only this many of a vector's first values")
     add("--prompt-name", metavar="NAME", help="which of the model's own texts is put before each text")
     add("--batch-size", type=int, default=1024, metavar="N", help="texts between two saves; default %(default)s")
-    add_engine_arguments(parser, positional=False)
+    add_engine_arguments(parser, positional=False, model=DEFAULT_EMBEDDER)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 EXIT_USAGE = 2
 _MOST_SUGGESTIONS = 3
+_PAIR = re.compile(r"[^=/]+=|\{")  # NAME=VALUE, or JSON: no path of a model
 _MOST_FLAGS = 40  # that --help explains one by one
 ENGINE_FLAGS = ("--model", "--max-model-len", "--max-num-seqs", "--quantization", "--kv-cache-memory", "--device")
 
@@ -26,6 +27,8 @@ class Parser(argparse.ArgumentParser):
         """Where words go that stand between flags: argparse takes those before the first flag only."""
         self.listing: str | None = None
         """What --help says instead of the list of arguments."""
+        self.spreads = False
+        """Whether a flag that may be given several times takes several words, where those cannot be the model."""
 
     def format_help(self) -> str:
         return self._short_help() if self.common or self.listing else super().format_help()
@@ -77,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Refuse unknown arguments here: only the parser of the subcommand knows its flags."""
-        known, left = super().parse_known_args(args, namespace)
+        known, left = super().parse_known_args(self._spread(args) if self.spreads and args else args, namespace)
         for word in left:
             if word.startswith("-") and word != "-" and " " not in word:
                 self.error(f"unknown flag {word.partition('=')[0]}{self._suggestion(word.partition('=')[0])}")
@@ -85,8 +88,32 @@ class Parser(argparse.ArgumentParser):
             setattr(known, self.words, [*getattr(known, self.words), *left])
             return known, []
         if left:
-            self.error(f"unexpected argument {left[0]!r}")
+            hint = ""
+            if self.spreads and (flag := next((word for word in args or () if word in self._repeatable()), None)):
+                hint = f"; the model comes first where {flag} has several: {self.prog} MODEL {flag} A B"
+            self.error(f"unexpected argument {left[0]!r}{hint}")
         return known, left
+
+    def _repeatable(self) -> list[str]:
+        actions = self._option_string_actions.items()
+        return [flag for flag, action in actions if isinstance(action, argparse._AppendAction)]
+
+    def _spread(self, words: Sequence[str]) -> list[str]:
+        """`--flag a b` as `--flag a --flag b`: if the model is named before, or by --model, or if b is NAME=VALUE."""
+        is_named = words[0][:1] != "-" or any(word.partition("=")[0] == "--model" for word in words)
+        repeatable, found, flag, has_value = self._repeatable(), list[str](), "", False
+        for word in words:
+            if word.startswith("-"):
+                flag, _, value = word.partition("=")
+                has_value = bool(value)
+            elif has_value and flag in repeatable:
+                if is_named or _PAIR.match(word):
+                    found.append(flag)
+                else:
+                    flag = ""  # this is the model
+            found.append(word)
+            has_value = has_value or not word.startswith("-")
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Print the error alone, without the forty lines of usage."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="default %(default)s")
+    add("model", nargs="?", metavar="MODEL", help=f"default: that of the file, or {DEFAULT_MODEL}")
     add(
         "--machine",
         required=True,
@@ -57,7 +57,18 @@ def run(args: argparse.Namespace) -> int:
 
     if args.best not in OBJECTIVES:
         raise ConfigError(f"--best is {args.best!r} but must be one of {', '.join(OBJECTIVES)}")
-    table = find_table(args.machine, args.model)
+    if args.price_per_hour is not None and not 0 <= args.price_per_hour < inf:
+        raise ConfigError(f"--price-per-hour is {args.price_per_hour:g} but must be at least 0")
+    if args.picture is not None:
+        from quire.bench.report import check_writable
+
+        check_writable("--picture", args.picture)
+    table = find_table(args.machine, args.model or DEFAULT_MODEL)
+    if args.model not in (None, table.model):
+        raise ConfigError(
+            f"{args.machine} is a cost table of {table.model!r}, not of {args.model!r}; measure that with"
+            f" `quire bench steps {args.model} --table FILE`, or leave the model out"
+        )
     setup = with_settings(table.setup, {name: value[0] for name, value in _settings(args.set, "--set").items()})
     arrivals, concurrency = _load(args)
     results = [
@@ -84,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.replay.pictures import capacity_grid
 
     print_grids(f"{title}: {_subtitle(args)}", [capacity_grid(results)])
+    if (refused := next((result for result in results if result.refused), None)) is not None:
+        print(f"{refused.refused} of {refused.refused + refused.completed} requests are refused: {refused.refusal}")
     if len(results) > 1:
         print(best_of(results, OBJECTIVES[args.best]))
     return 0
@@ -95,6 +108,10 @@ def _load(args: argparse.Namespace) -> tuple[Callable[[], Arrivals], int | None]
     if args.trace is not None:
         from quire.replay.trace import Trace
 
+        for field in fields(Workload):
+            if getattr(args, field.name) != field.default:
+                flag = field.name.replace("_", "-")
+                raise ConfigError(f"--{flag} is of a made-up load, and --trace has its own requests; leave one out")
         trace = Trace(args.trace)
         return lambda: trace_arrivals(trace), None
     workload = Workload(**{field.name: getattr(args, field.name) for field in fields(Workload)})

@@ -25,6 +25,7 @@ COMMON = (
 
 def add_arguments(parser: Parser) -> None:
     parser.common = COMMON
+    parser.spreads = True
     add_server_arguments(parser)
     add_engine_arguments(parser)
 

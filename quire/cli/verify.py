@@ -95,10 +95,16 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     auto_model = _import_transformers()
     import torch
 
+    from quire.loader.open import open_checkpoint
+    from quire.models.registry import describe, generator_class
     from quire.planning.engine_plan import plan_engine
     from quire.worker.direct import DirectModel
 
+    model_config = open_checkpoint(find_model(config.model)).config
+    generator_class(model_config)  # refuses a model without an LM head
     if config.model.max_model_len is None:
+        if len(token_ids) > (most := describe(model_config).max_position_embeddings):
+            raise ConfigError(f"--text has {len(token_ids)} tokens but the model takes {most}; shorten the text")
         # Some RoPE variants depend on the longest context there may be; transformers takes the one at hand.
         config = replace(config, model=replace(config.model, max_model_len=len(token_ids)))
     if config.cache.kv_cache_dtype == "auto":

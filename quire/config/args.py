@@ -83,11 +83,12 @@ def sampling_settings() -> list[Setting]:
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, *, positional: bool = True, without: Iterable[str] = ()
+    parser: argparse.ArgumentParser, *, positional: bool = True, without: Iterable[str] = (), model: str | None = None
 ) -> None:
     """Add a flag for every engine setting, except the names in `without`.
 
-    With `positional`, settings that are so marked (the model) may be given without their flag too.
+    With `positional`, settings that are so marked (the model) may be given without their flag too. `model` is the
+    command's own default, where it has one.
     """
     skipped = set(without)
     for group, settings in engine_settings().items():
@@ -95,14 +96,15 @@ def add_engine_arguments(
         for setting in settings:
             if setting.name in skipped:
                 continue
-            _add_flag(section, setting, _ENGINE, setting.default)
+            default = setting.default if model is None or setting.name != "model" else model
+            _add_flag(section, setting, _ENGINE, default)
             if positional and setting.positional:
                 parser.add_argument(
                     _ENGINE + setting.name,
                     nargs="?",
                     default=argparse.SUPPRESS,
                     metavar=setting.name.upper(),
-                    help=_help(setting, setting.default),
+                    help=_help(setting, default),
                 )
 
 

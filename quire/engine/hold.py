@@ -58,15 +58,8 @@ class Hold:
         limits = self._core.scheduler.live_limits
         assert limits.max_num_seqs is not None
         assert limits.max_num_batched_tokens is not None
-        return EngineState(
-            self._asleep,
-            self._is_paused,
-            self._changing,
-            self._error,
-            self._weights,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-        )
+        held = self._asleep, self._is_paused, self._changing, self._error, self._weights
+        return EngineState(*held, limits.max_num_seqs, limits.max_num_batched_tokens)
 
     def pause(self, is_paused: bool) -> None:
         """Plan no more steps, those in flight end; or go on."""
@@ -85,6 +78,7 @@ class Hold:
         self._start(self._core.executor.sleep(level))
 
     def wake(self) -> None:
+        self._error = None  # that of an earlier change says nothing about this one
         if self._asleep:
             self._begin("wake")
             self._start(self._core.executor.wake())

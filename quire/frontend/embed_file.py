@@ -7,7 +7,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,7 +63,11 @@ def embed_file(job: EmbedJob, embed: Embed, *, show: bool = True) -> tuple[int, 
     wanted = {"source": digest, "field": job.field, **job.settings}
     size, done = _earlier(job, wanted)
     first = done
-    with job.part.open("r+b" if done else "wb") as part, _progress(total - done, show) as progress:
+    with (
+        _kept_if_begun(job.part),
+        job.part.open("r+b" if done else "wb") as part,
+        _progress(total - done, show) as progress,
+    ):
         part.truncate(done * size * 4)
         part.seek(0, 2)
         texts = islice(read_texts(job.source, job.field), done, None)
@@ -78,6 +82,16 @@ def embed_file(job: EmbedJob, embed: Embed, *, show: bool = True) -> tuple[int, 
             progress.advance(len(batch), 0)
     _finish(job, done, size)
     return done, first
+
+
+@contextmanager
+def _kept_if_begun(part: Path) -> Iterator[None]:
+    """Leave no empty file behind where nothing was embedded."""
+    try:
+        yield
+    finally:
+        if part.exists() and not part.stat().st_size:
+            part.unlink()
 
 
 def read_texts(path: Path, field: str) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, float]
     completed: int
     refused: int
+    refusal: str | None = None  # what the first of those that were refused was told
     duration_s: float
     output_tokens: int
     output_tokens_per_s: float
@@ -89,6 +90,7 @@ class _Meter:
         self.gaps = _Gaps()
         self.ttft, self.e2e = array("d"), array("d")
         self.completed = self.refused = self.output_tokens = self.peak_running = 0
+        self.refusal: str | None = None
         self.peak_kv = self._kv_seconds = self._last = 0.0
         self.timeline: list[tuple[float, int, int, float]] = []
         self._every, self._count = 1, 0
@@ -119,8 +121,9 @@ class _Meter:
         self._last = now
 
     def on_end(self, ended: SimulatedRequest) -> None:
-        if ended.is_refused or ended.first is None:
+        if ended.refusal is not None or ended.first is None:
             self.refused += 1
+            self.refusal = self.refusal or ended.refusal
             return
         self.completed += 1
         self.output_tokens += ended.num_outputs
@@ -153,6 +156,7 @@ def measure(
         settings=settings or {},
         completed=meter.completed,
         refused=meter.refused,
+        refusal=meter.refusal,
         duration_s=seconds,
         output_tokens=tokens,
         output_tokens_per_s=tokens / seconds if seconds else 0.0,
@@ -210,7 +214,7 @@ OBJECTIVES = {
 def variants(setup: SchedulerSetup, choices: dict[str, list[float]]) -> list[tuple[dict[str, float], SchedulerSetup]]:
     """Every combination of the settings that are tried; the first is the setup as it is."""
     found: list[tuple[dict[str, float], SchedulerSetup]] = [({}, setup)]
-    for values in itertools.product(*choices.values()):
+    for values in itertools.product(*choices.values()) if choices else ():
         chosen = dict(zip(choices, values, strict=True))
         found.append((chosen, with_settings(setup, chosen)))
     return found
@@ -222,8 +226,11 @@ def with_settings(setup: SchedulerSetup, changes: dict[str, float]) -> Scheduler
     for name, value in changes.items():
         if name not in TUNABLE:
             raise ConfigError(f"unknown setting {name!r} to try; known: {', '.join(TUNABLE)}")
-        if value < (0 if name == "step_time_target" else 1):
-            raise ConfigError(f"{name} is {value:g} but must be at least 1")
+        if name == "step_time_target":
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value:g} but must be a number of seconds; 0: no target")
+        elif not (value >= 1 and float(value).is_integer()):
+            raise ConfigError(f"{name} is {value:g} but must be a whole number, at least 1")
         if name == "kv_blocks":
             total = sum(setup.pool_blocks)
             plain["pool_blocks"] = tuple(max(2, int(value) * count // total) for count in setup.pool_blocks)
@@ -237,14 +244,14 @@ def with_settings(setup: SchedulerSetup, changes: dict[str, float]) -> Scheduler
 
 
 def best_of(results: Sequence[Capacity], objective: Objective) -> str:
-    """A sentence about the best of several settings, against the first."""
-    first, best = results[0], min(results, key=objective.of)
+    """A sentence about the best of several settings, against the first; who refuses fewer requests is better."""
+    first, best = results[0], min(results, key=lambda result: (result.refused, objective.of(result)))
+    same = all(result.refused == best.refused for result in results)
+    which = f"the best {objective.name} of {'these' if same else 'those that refuse the fewest requests'}"
     if best is first or not best.settings:
-        return f"the settings as they are have the best {objective.name} of these: {objective.shown(first)}"
+        return f"the settings as they are have {which}: {objective.shown(first)}"
     how = ", ".join(f"{name} {value:g}" for name, value in best.settings.items())
-    return (
-        f"{how} has the best {objective.name} of these: {objective.shown(best)} instead of {objective.shown(first)}"
-    )
+    return f"{how} has {which}: {objective.shown(best)} instead of {objective.shown(first)}"
 
 
 def _percentiles(values: array[float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ def capacity_grid(results: Sequence[Capacity]) -> Grid:
         ("requests/s", lambda c: f"{c.requests_per_s:.2f}"),
         ("TTFT p50 / p90 / p99, ms", lambda c: _three(c.ttft_ms, "{:.0f}")),
         ("ITL p50 / p90 / p99, ms", lambda c: _three(c.itl_ms, "{:.1f}")),
-        ("E2E p99, s", lambda c: f"{c.e2e_ms.get('p99', 0) / 1000:.1f}"),
+        ("E2E p99, s", lambda c: f"{c.e2e_ms['p99'] / 1000:.1f}" if c.e2e_ms else "-"),
         ("completed, refused", lambda c: f"{c.completed}, {c.refused}"),
         ("most running at once", lambda c: str(c.peak_running)),
         ("KV blocks in use, mean and peak", lambda c: f"{c.mean_kv_use:.0%}, {c.peak_kv_use:.0%}"),
@@ -84,4 +84,4 @@ def _settings(result: Capacity) -> str:
 
 
 def _three(values: dict[str, float], form: str) -> str:
-    return " / ".join(form.format(values.get(name, 0.0)) for name in ("p50", "p90", "p99"))
+    return " / ".join(form.format(values[name]) for name in ("p50", "p90", "p99")) if values else "-"

@@ -171,7 +171,7 @@ class SimulatedRequest:
     first: float | None = None
     last: float = 0.0
     num_outputs: int = 0
-    is_refused: bool = False
+    refusal: str | None = None  # why it has no answer
 
 
 class Watch(Protocol):
@@ -230,7 +230,7 @@ class Simulation:
                     one.last = now
                     one.num_outputs += len(output.token_ids)
                 if output.finish_reason is not None:
-                    one.is_refused = output.error is not None
+                    one.refusal = output.error
                     self._end(output.request_id, now, watch)
         return clock.now
 
@@ -259,7 +259,7 @@ class Simulation:
             self.log.took(request)
             one = self._open[request.request_id] = SimulatedRequest(request, sent)
             for output in self.core.add_request(request):
-                one.is_refused = True
+                one.refusal = output.error
                 self._end(output.request_id, self.clock.now, watch)
             self.clock.now += self.costs.admission  # others that come meanwhile are taken in too
             self._next = next(self.arrivals, None)

@@ -6,14 +6,19 @@ On top of uvicorn's protocol over httptools, which has none of these.
 from __future__ import annotations
 
 import asyncio
+import resource
 import select
 import socket
+import time
 from functools import partial
 from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.server.errors import Failure, openai_error
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
@@ -22,8 +27,32 @@ _DROP_SECONDS = 2.0
 _MAX_DROPPED = 64 << 20
 _LEAST_BODY_RATE = 500  # bytes a second, as web servers ask for
 _FIRST_LOOK, _LOOK_INTERVAL = 0.02, 0.5  # seconds
+_FEW_FILES_LEFT = 8  # of those that the process may open
+_WARN_INTERVAL = 60.0  # seconds
 _Phase = Literal["idle", "head", "body"]
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class OpenFiles:
+    """Warns when this process may open hardly any more files: connections that come then are dropped unseen."""
+
+    def __init__(self) -> None:
+        self._warned_at = -_WARN_INTERVAL
+
+    def look(self, transport: asyncio.Transport) -> None:
+        """The system gives the lowest number that is free: a high one says how many are taken."""
+        number = transport.get_extra_info("socket").fileno()
+        limit, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], time.monotonic()
+        if 0 <= limit - _FEW_FILES_LEFT <= number and now - self._warned_at >= _WARN_INTERVAL:
+            self._warned_at = now
+            logger.warning(
+                "a connection is file %d of the %d that this process may open; more are dropped: raise `ulimit -n`",
+                number + 1,
+                limit,
+            )
+
+
+_OPEN_FILES = OpenFiles()
 
 
 class _HeadersTooLargeError(Exception):
@@ -48,6 +77,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _OPEN_FILES.look(transport)
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:

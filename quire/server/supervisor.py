@@ -286,6 +286,11 @@ class EngineSupervisor:
         if self._client is None or self._status != "ready":
             why = f"the engine is {self._status}; the number of its replicas cannot be changed now"
             raise EngineUnavailableError(why, _RETRY_AFTER)
+        if self.wanted.config.parallel.shares_experts:
+            raise EngineError(
+                "these replicas share experts (--enable-expert-parallel), so none can come or go alone; start the"
+                f" server again with -dp {count}"
+            )
         self.wanted.config.with_replicas(count)  # can it be?
         if not isinstance(self._client, ReplicaClient) and count > 1:
             self.wanted.config = self.wanted.config.with_replicas(1)

@@ -167,9 +167,8 @@ class BatchError(RequestError):
 
     def __init__(self, outputs: Sequence[Any], errors: Mapping[int, QuireError]) -> None:
         index, error = min(errors.items())
-        message = (
-            f"{len(errors)} of {len(outputs)} requests failed, the others are in .outputs; request {index}: {error}"
-        )
+        others = "" if len(errors) == len(outputs) else ", the others are in .outputs"
+        message = f"{len(errors)} of {len(outputs)} requests failed{others}; request {index}: {error}"
         super().__init__(message, error.field if isinstance(error, RequestError) else None)
         self.outputs = list(outputs)
         self.errors = dict(errors)

@@ -21,3 +21,11 @@ def test_times_of_each_storage() -> None:
 def test_more_experts_a_token_than_there_are() -> None:
     with pytest.raises(ConfigError, match="top_k is 5, and there are 4 experts"):
         bench_moe(MoeOptions(experts=4, width=32, hidden=64, top_k=5, dtype="bfloat16", repeats=1))
+
+
+@pytest.mark.parametrize("name", ["experts", "width", "hidden", "top_k", "repeats"])
+def test_a_size_that_is_none_is_named_by_its_flag(name: str) -> None:
+    sizes = {"experts": 4, "width": 32, "hidden": 64, "top_k": 2, "repeats": 1} | {name: 0}
+    flag = {"hidden": "hidden-size", "top_k": "top-k"}.get(name, name)
+    with pytest.raises(ConfigError, match=f"^--{flag} is 0 but must be at least 1"):
+        bench_moe(MoeOptions(**sizes, dtype="bfloat16"))

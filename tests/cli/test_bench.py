@@ -85,6 +85,24 @@ def test_a_bad_point_is_refused_before_the_first_is_measured(capsys: pytest.Capt
     assert "--max-concurrency is 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", ["steps --table", "spec --output-dir", "embed --output-dir"])
+def test_where_nothing_can_be_written_is_known_before_the_measurement(
+    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["bench", *arguments.split(), str(file / "inside"), "--model", "no-such-model"]) == 1
+    flag = arguments.split()[1]
+    assert f"{flag} is {str(file / 'inside')!r}, but {file} is not a folder" in capsys.readouterr().err
+
+
+def test_help_says_which_model_embeds(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["bench", "embed", "--help"], ["embed", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "Default: minilm." in " ".join(capsys.readouterr().out.split())
+
+
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         url = server.url

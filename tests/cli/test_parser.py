@@ -137,3 +137,34 @@ def test_mistakes_in_settings_are_found_before_torch_is_imported(tmp_path: Path)
     assert len(errors) == len(MISTAKES), done.stderr
     for words, line in zip(MISTAKES, errors, strict=True):
         assert words[-1].removeprefix("--text=").strip("{% }") in line, words
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "names", "modules"),
+    [
+        ("M --lora-modules a=x b=y", "M", [], ["a=x", "b=y"]),
+        ("--lora-modules a=x b=y", None, [], ["a=x", "b=y"]),
+        ("--lora-modules=a=x b=y M", "M", [], ["a=x", "b=y"]),
+        ("--lora-modules a=x M", "M", [], ["a=x"]),
+        ("--lora-modules a=x ./of=last/week", "./of=last/week", [], ["a=x"]),
+        ('--lora-modules {"name":"a"} {"name":"b"} --port 9 M', "M", [], ['{"name":"a"}', '{"name":"b"}']),
+        ("--lora-modules a=x --lora-modules b=y c=z --debug", None, [], ["a=x", "b=y", "c=z"]),
+        ("M --served-model-name a b --lora-modules c=z", "M", ["a", "b"], ["c=z"]),
+        ("--served-model-name a b --model M", "M", ["a", "b"], []),
+        ("--served-model-name a M", "M", ["a"], []),
+        ("M --served-model-name a --port 9", "M", ["a"], []),
+    ],
+)
+def test_a_flag_of_serve_takes_several_words_that_cannot_be_the_model(
+    words: str, model: str | None, names: list[str], modules: list[str]
+) -> None:
+    found = vars(cli.build_parser("serve").parse_args(["serve", *words.split()]))
+    assert found.get("engine.model") == model
+    assert found.get("server.served_model_name", []) == names
+    assert found.get("server.lora_modules", []) == modules
+
+
+def test_names_before_the_model_are_told_to_come_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(["serve", "--served-model-name", "a", "b", "M"], capsys)
+    assert "unexpected argument 'M'; the model comes first where --served-model-name has several:" in line
+    assert "quire serve MODEL --served-model-name A B" in line

@@ -176,6 +176,7 @@ def test_without_transformers(
     [
         ({"load_format": "dummy"}, "a b", "load_format is 'dummy'"),
         ({}, "", "--text is '', which gives no tokens"),
+        ({}, "a b c d " * 5000, "--text has 20000 tokens but the model takes [0-9]+; shorten the text"),
     ],
 )
 def test_nothing_to_compare(model: str, settings: dict[str, Any], text: str, message: str) -> None:

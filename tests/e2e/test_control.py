@@ -260,6 +260,7 @@ def test_the_same_from_python(model: Path, other: Path) -> None:
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == new
         with pytest.raises(EngineError, match="norm"):
             llm.push_weights([(name, t) for name, t in trained["old"].items() if name != "model.norm.weight"])
+        llm.wake_up()  # it is awake: what failed before is not said of this
         assert new != old
         assert llm.set_limits(max_num_seqs=2).max_num_seqs == llm.state().max_num_seqs == 2
         short = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}

@@ -79,6 +79,7 @@ def test_a_parquet_file_has_a_column_of_vectors(tmp_path: Path) -> None:
 def test_a_line_without_a_text_is_named(line: Any, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"line 2 of .* has no text"):
         embed_file(job(tmp_path, ["a", line]), Embedder(), show=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"], "nothing was begun"
 
 
 @pytest.mark.parametrize(

@@ -363,11 +363,58 @@ def test_the_command_prints_a_table_a_sentence_and_a_picture(
     assert json.loads(capsys.readouterr().out)[0]["completed"] == 5
 
 
+def test_one_plan_is_one_column_and_says_why_requests_are_refused(
+    tmp_path: Path, table: CostTable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "toy.json"
+    file.write_bytes(msgspec.json.encode(table))
+    plan = ["plan", "toy", "--machine", str(file), "--num-prompts", "5"]
+    assert main([*plan, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert main([*plan, "--set", "max_model_len=100"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("as they are") == 1
+    assert "of these" not in said
+    assert "5 of 5 requests are refused: request '0' has 128 prompt tokens" in said
+    for flags, why in (
+        (["--set", "max_num_seqs=nan"], "max_num_seqs is nan but must be a whole number"),
+        (["--set", "max_num_seqs=1.5"], "max_num_seqs is 1.5 but must be a whole number"),
+        (["--try", "step_time_target=-1"], "step_time_target is -1 but must be a number of seconds"),
+        (["--price-per-hour", "-3"], "--price-per-hour is -3 but must be at least 0"),
+        (["--trace", "x"], "--num-prompts is of a made-up load, and --trace has its own requests"),
+    ):
+        assert main([*plan, *flags]) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_settings_that_refuse_requests_are_not_the_best(table: CostTable) -> None:
+    load = Workload(num_prompts=40, input_len=100, output_len=10, range_ratio=0.5)
+    results = [
+        measure(made, table, load.arrivals(), settings=chosen)
+        for chosen, made in variants(table.setup, {"max_model_len": [80]})
+    ]
+    assert results[1].ttft_ms["p99"] < results[0].ttft_ms["p99"]
+    assert best_of(results, OBJECTIVES["ttft"]).startswith(
+        "the settings as they are have the best p99 TTFT of those that refuse the fewest requests: "
+    )
+
+
 def test_a_machine_that_was_not_measured_is_refused_with_those_that_were(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "smollm2", "--machine", "abacus"]) == 1
     said = capsys.readouterr().err
     assert "no cost table of 'smollm2' on 'abacus'" in said
     assert "quire bench steps smollm2" in said
+
+
+def test_a_table_of_another_model_is_refused(
+    tmp_path: Path, table: CostTable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "toy.json"
+    file.write_bytes(msgspec.json.encode(table))
+    assert main(["plan", "--machine", str(file), "--num-prompts", "2"]) == 0
+    assert "toy on toy" in capsys.readouterr().out
+    assert main(["plan", "game", "--machine", str(file), "--num-prompts", "2"]) == 1
+    assert "is a cost table of 'toy', not of 'game'" in capsys.readouterr().err
 
 
 def test_a_plan_needs_no_torch(tmp_path: Path, table: CostTable) -> None:

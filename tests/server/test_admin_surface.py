@@ -9,7 +9,7 @@ import stat
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -283,6 +283,14 @@ async def test_replicas_come_and_go_while_streams_run() -> None:
             await supervisor.resize(2)
     finally:
         await supervisor.stop()
+
+
+async def test_replicas_that_share_experts_are_a_matter_of_the_start() -> None:
+    settings: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    async with keeper("long") as kept:
+        kept.supervisor.wanted.config = EngineConfig.from_flat(model="fake", **settings)
+        with pytest.raises(EngineError, match=r"share experts .*; start the server again with -dp 3"):
+            await kept.supervisor.resize(3)
 
 
 async def test_a_standby_takes_over_with_all_streams() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import shutil
 import socket
 import ssl
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from quire.server import connection as connection_module
 from quire.server.connection import MAX_HEADERS
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import live_server, long_client, make_certificate
@@ -197,3 +199,23 @@ def test_over_tls_a_half_closed_socket_is_a_closed_one(tmp_path: Path, says_good
                 connection.shutdown(socket.SHUT_WR)
                 assert b"200 OK" not in received(connection)
             server.wait_until(lambda: len(endless.aborted) == 1)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_the_last_files_that_may_be_opened_are_told_of_once(
+    new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live_server(FakeClient("x"), new_loop=new_loop) as server:
+        monkeypatch.setattr(connection_module, "_OPEN_FILES", connection_module.OpenFiles())
+        with server.connect() as first:
+            first.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert received(first)
+            assert "ulimit" not in caplog.text, "there is room for many more"
+            limit = first.fileno() + 5
+            monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+        for _ in range(3):
+            with server.connect() as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert received(connection)
+    (warning,) = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
+    assert f"of the {limit} that" in warning

@@ -30,7 +30,9 @@ def test_a_batch_error_carries_everything() -> None:
     error = BatchError(["first", None, None], failed)
     assert str(error) == "2 of 3 requests failed, the others are in .outputs; request 1: gone"
     assert (error.outputs, error.errors, error.field) == (["first", None, None], failed, None)
-    assert BatchError([None], {0: failed[2]}).field == "prompt"
+    alone = BatchError([None], {0: failed[2]})
+    assert alone.field == "prompt"
+    assert str(alone).startswith("1 of 1 requests failed; request 0: ")
 
 
 def test_a_generation_error_names_its_request() -> None:

@@ -271,6 +271,7 @@ class ApiProcesses:
     async def drain(self, reason: str, limit: float) -> bool:
         """Let all take no more requests; whether their open streams ended within `limit` seconds."""
         self._draining, end = reason, time.monotonic() + limit
+        self._due.clear()  # one that comes now would have nothing to do
         for process in self._living.values():
             process.send(Drain(reason))
         while not all(process.is_drained for process in self._living.values() if process.is_connected):
@@ -342,7 +343,7 @@ class ApiProcesses:
             self._observer.on_http_end(call)
 
     def _on_exit(self, process: ApiProcess) -> None:
-        """Abort what a dead process has open, and launch it again unless the server ends."""
+        """Abort what a dead process has open, and launch it again unless the server drains or ends."""
         index = process.index
         del self._living[index]
         if self._engine is not None:
@@ -353,6 +354,9 @@ class ApiProcesses:
         if self.should_exit or self._error is not None:
             return
         cause = process.child.cause_of_death()
+        if self._draining is not None:
+            logger.error("%s; the server is stopping, so API process %d is not launched again", cause, index)
+            return
         self._deaths[index] += not process.is_serving
         if self._deaths[index] > self._max_restarts:
             self._error = EngineDeadError(f"API process {index} does not come up: {cause}")

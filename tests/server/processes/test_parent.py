@@ -209,3 +209,17 @@ async def test_a_request_that_comes_before_an_engine_fails_alone() -> None:
         group.launched[0].says(request("a"))
         (answer,) = group.launched[0].heard
         assert "there is no engine" in str(answer)
+
+
+async def test_one_that_ends_during_a_drain_is_not_launched_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with Group(max_restarts=5) as group:
+        first, second = group.launched
+        first.die()  # waits for its next launch
+        second.says(Joined("ipc://nowhere"))
+        draining = asyncio.create_task(group.processes.drain("it ends", 10))
+        await asyncio.sleep(0)
+        second.die()
+        assert await asyncio.wait_for(draining, 5)
+        await asyncio.sleep(0.7)  # longer than the wait for the first launch, and several looks at who is due
+        assert group.launched == [first, second]
+    assert "the API process 7 was killed; the server is stopping, so API process 1 is not" in caplog.text
