@@ -84,7 +84,8 @@ class RunningMean(Mixer):
     def forward(self, hidden: Any, rotation: Any, batch: Any) -> Tensor:
         hidden, step, cache = whole(hidden), batch.attention[self.state.group].batch, self.state.cache
         out, token = torch.zeros_like(hidden), 0
-        for row, queries, context in zip(step.rows.tolist(), *step.lengths, strict=True):
+        lengths = step.lengths.queries, step.lengths.contexts
+        for row, queries, context in zip(step.rows.tolist(), *lengths, strict=True):
             table, begin = step.tables[row].tolist(), context - queries
             total = torch.zeros(self.state.width)
             if begin:
@@ -147,6 +148,7 @@ def run_batch_and_alone(folder: Path, architecture: str, memory: float) -> tuple
             preempt(state, state.running[-1])  # as if blocks had run out
     answers = driver.finish()
     for index, prompt in enumerate(prompts):
+        assert answers[str(index)].error is None
         assert answers[str(index)].content() == run_alone(alone, prompt, params).content()
     assert core.scheduler.stats().num_preemptions > 1
     assert core.scheduler.stats().prefix_hits > 0
