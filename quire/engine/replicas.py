@@ -176,7 +176,7 @@ class ReplicaClient(AsyncClient):
         return found
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        """Of every replica; one that dies before it answers is told when it comes back."""
+        """Call every replica, and return their reply. One that dies first gets the verb again after its restart."""
         self._told.note(verb, argument)
         calls = [client.call_async(verb, argument, limit=limit) for client in self.parts]
         replies = await asyncio.gather(*calls, return_exceptions=True)

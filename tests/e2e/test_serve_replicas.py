@@ -56,6 +56,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         assert running.stop() == 0, "".join(running.log)
 
 
+def tokens_of_one_process(model: Path, **settings: Any) -> list[list[int]]:
+    """What each of PROMPTS is answered with, as `tokens` asks it of a server."""
+    one = make_engine(model, max_num_seqs=8, kv_cache_memory=8 << 20, **settings)
+    driver, params = Driver(one), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    for index, prompt in enumerate(PROMPTS):
+        driver.add(str(index), prompt, params)
+    answers = driver.finish()
+    one.shutdown()
+    return [answers[str(index)].token_ids for index in range(len(PROMPTS))]
+
+
 def ctl(admin: str, *words: str) -> Any:
     assert main(["ctl", *words, "--admin", admin]) == 0
 
@@ -117,13 +128,7 @@ async def test_two_replicas_of_two_ranks_give_the_tokens_of_one_process_and_outl
     """SIGKILL of a rank under load: its replica is replaced alone, every request has its tokens, nobody is left."""
     model = make_model(tmp_path / "base", "llama")
     write_tokenizer(model, extra_tokens=VOCAB - len(SPECIAL) - 95)
-    one = make_engine(model, max_num_seqs=8, kv_cache_memory=8 << 20)
-    driver, params = Driver(one), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    for index, prompt in enumerate(PROMPTS):
-        driver.add(str(index), prompt, params)
-    answers = driver.finish()
-    expected = [answers[str(index)].token_ids for index in range(len(PROMPTS))]
-    one.shutdown()
+    expected = tokens_of_one_process(model)
     flags = ["--served-model-name", "base", "--no-spare-engine", "--kv-cache-memory", "8MiB", "-dp", "2", "-tp", "2"]
     running = start(str(model), *flags)
     try:

@@ -13,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.types.sampling import SamplingParams
 from tests.e2e.serving import Running, start
-from tests.e2e.test_serve_replicas import PROMPTS, tokens
-from tests.e2e.tiny import VOCAB, Driver, make_engine, make_model
+from tests.e2e.test_serve_replicas import PROMPTS, tokens, tokens_of_one_process
+from tests.e2e.tiny import VOCAB, make_model
 from tests.e2e.tiny_tokenizer import SPECIAL, write_tokenizer
 from tests.worker.test_multiproc import is_alive, wait_until
 from tests.worker.test_shared_experts import SMALL
@@ -37,13 +36,7 @@ def all_gone(pids: Iterable[int]) -> bool:
 async def test_a_replica_that_is_lost_takes_the_others_along_and_no_token_is_lost(tmp_path: Path) -> None:
     model = make_model(tmp_path / "base", **SMALL)
     write_tokenizer(model, extra_tokens=VOCAB - len(SPECIAL) - 95)
-    one = make_engine(model, max_num_seqs=8, kv_cache_memory=8 << 20, device="cpu")
-    driver, params = Driver(one), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    for index, prompt in enumerate(PROMPTS):
-        driver.add(str(index), prompt, params)
-    answers = driver.finish()
-    expected = [answers[str(index)].token_ids for index in range(len(PROMPTS))]
-    one.shutdown()
+    expected = tokens_of_one_process(model, device="cpu")
     flags = ["--served-model-name", "base", "--no-spare-engine", "--kv-cache-memory", "8MiB", "--device", "cpu"]
     running = start(str(model), *flags, "-dp", "2", "--enable-expert-parallel")
     seen: list[int] = []

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from fastapi import FastAPI
 
 from quire.config.groups import ServerConfig
@@ -111,12 +117,16 @@ TLS = ("ssl_certfile", "ssl_keyfile")
 
 
 def make_certificate(folder: Path) -> dict[str, str]:
-    """The settings of a server with a certificate of its own for 127.0.0.1; needs the openssl command."""
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
-    return dict(zip(TLS, (cert, key), strict=True))
+    """The settings of a server with a certificate of its own for 127.0.0.1."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]), datetime.now(UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    builder = builder.add_extension(address, False).add_extension(x509.BasicConstraints(True, None), True)
+    (folder / "cert.pem").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return dict(zip(TLS, (str(folder / "cert.pem"), str(folder / "key.pem")), strict=True))
 
 
 def http(app: FastAPI, **options: Any) -> httpx.AsyncClient:

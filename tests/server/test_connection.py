@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import shutil
 import socket
 import ssl
 import time
@@ -180,7 +179,6 @@ def test_a_client_that_is_gone_altogether_is_still_noticed(new_loop: NewLoop) ->
         server.wait_until(lambda: len(endless.aborted) == 1)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 @pytest.mark.parametrize("says_goodbye", [False, True])
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_over_tls_a_half_closed_socket_is_a_closed_one(tmp_path: Path, says_goodbye: bool, new_loop: NewLoop) -> None:

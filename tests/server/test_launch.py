@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -199,7 +198,6 @@ def test_a_dead_servers_unix_socket_is_replaced_and_a_file_is_not(tmp_path: Path
     assert path.read_text() == "precious"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 async def test_tls(tmp_path: Path) -> None:
     supervisor = FakeSupervisor(FakeClient("hello"))
     settings = ServerConfig(port=0, **make_certificate(tmp_path))

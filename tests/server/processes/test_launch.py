@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import ssl
 import threading
@@ -141,7 +140,6 @@ def test_a_key_belongs_to_one_process_whichever_is_asked(server: Running) -> Non
         assert refused.status_code == 403  # the operator's, who has no key here
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 def test_with_tls_processes_still_answer_for_each_other(tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
