@@ -39,6 +39,7 @@ from quire.types.errors import ConfigError
 FEW_QUERIES = 16
 MAX_FEW_ROWS = 16  # in a small step; of more rows, fewer programs share the keys
 _FEW = Cut(tile=FEW_QUERIES, splits=16)
+_FEW_OF_LONG = Cut(tile=FEW_QUERIES, splits=32, long=8192)  # two programs a multiprocessor: 131 instead of 210 us
 # Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 32
@@ -143,7 +144,7 @@ class TritonAttention(AttentionBackend):
         return 2 * max_model_len * spec.num_kv_heads * spec.head_dim * itemsize
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
-        few = MAX_FEW_ROWS * FEW_QUERIES * _FEW.splits
+        few = MAX_FEW_ROWS * FEW_QUERIES * _cut_of_few(MAX_FEW_ROWS, max_model_len).splits
         singles = max(2 * max_rows, _WANTED_PROGRAMS // spec.num_kv_heads)
         line = max_rows * max_model_len // 2  # of tiles that are shared evenly
         tiles = 0
@@ -300,10 +301,7 @@ class TritonAttention(AttentionBackend):
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
             decode_attention(*given, splits=splits, keys=keys, num_stages=stages, **beside)
         if few[0].shape[0]:
-            splits = _FEW.splits
-            while splits > 2 and splits * few[0].shape[0] > _FEW.splits * MAX_FEW_ROWS:
-                splits //= 2
-            cut = replace(_FEW, splits=splits)
+            cut = _cut_of_few(few[0].shape[0], batch.max_context)
             given_few = (query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, cut)
             tile_attention(*given_few, **beside)
         tiles = metadata.partial_tiles if plain else metadata.tiles
@@ -336,6 +334,16 @@ def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
     if splits == 1 and programs <= _EVENED_PROGRAMS and max_context > 256:
         return 2, 128, 2
     return splits, 64, 3
+
+
+def _cut_of_few(num_rows: int, max_context: int) -> Cut:
+    """How programs share the keys of rows of few queries: more rows have fewer programs each."""
+    if num_rows <= MAX_FEW_ROWS and max_context >= _FEW_OF_LONG.long:
+        return _FEW_OF_LONG
+    splits = _FEW.splits
+    while splits > 2 and splits * num_rows > _FEW.splits * MAX_FEW_ROWS:
+        splits //= 2
+    return replace(_FEW, splits=splits)
 
 
 def _split_tiles(spec: AttentionSpec, num_tokens: int) -> Split:

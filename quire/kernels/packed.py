@@ -15,6 +15,11 @@ from torch import Tensor
 
 CHUNK = 64  # columns that share words
 MANY_SLOTS = 128  # of an expert on average, for which all experts are unpacked before the matmul
+PIECE = 128  # columns that kernels multiply at a time
+MANY_LINES = 4096  # of a weight: up to these, programs have half as many lines, and fewer share the inner sum
+SPLIT_PROGRAMS = 256  # that a matmul of few rows is split into
+_MOST_SPLITS = 8
+FIXED_ROWS = 1024  # at a time, where no bit may depend on the number of rows
 _SLICES = 4
 E4M3 = torch.float8_e4m3fn
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -83,3 +88,20 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Codes [..., K] of 4 bits -> [..., K / 2] uint8; K is whole chunks."""
     words: Tensor = codes.to(torch.uint8).unflatten(-1, (-1, _SLICES, CHUNK // _SLICES)).transpose(-1, -2)
     return (words[..., 0::2] | words[..., 1::2] << 4).flatten(-3)
+
+
+def lines_of(n: int) -> int:
+    """Lines of a weight [n, k] that a program has."""
+    return 64 if n <= MANY_LINES else 128
+
+
+def splits_of(n: int, k: int, programs: int = SPLIT_PROGRAMS) -> int:
+    """Of the inner sum of a weight [n, k], so that there are about that number of programs."""
+    wanted = max(1, programs // -(-n // lines_of(n)))
+    return int(1 << min(wanted, _MOST_SPLITS, max(1, k // PIECE)).bit_length() - 1)
+
+
+def fixed_split_bytes(n: int, k: int) -> int:
+    """Partial sums of a matmul with a weight [n, k] in the order that no number of rows changes."""
+    splits = splits_of(n, k)
+    return splits * FIXED_ROWS * n * 4 if splits > 1 else 0

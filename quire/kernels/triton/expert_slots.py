@@ -56,9 +56,9 @@ def _sort_kernel(
         rank = tl.cumsum(mine, axis=0) - 1
         tl.store(order_ptr + lower + count + rank, start + slots, mask=mine > 0)
         count += tl.sum(mine)
-    # Tile expert + lower // TILE is the first of this expert: those before have no more tiles than that.
-    first_tile = expert + lower // TILE
-    end_tile = expert + 1 + (lower + count) // TILE
+    # The first tile of this expert: those before it are at most so many with slots, and have no more tiles than that.
+    first_tile = tl.minimum(expert, lower) + lower // TILE
+    end_tile = tl.minimum(expert + 1, lower + count) + (lower + count) // TILE
     is_last = expert == tl.num_programs(0) - 1
     end_tile = tl.where(is_last, num_tiles, end_tile)
     for start in range(first_tile, end_tile, 16):
@@ -77,7 +77,7 @@ def sort_slots(expert_ids: Tensor, num_experts: int, tile: int) -> SortedSlots:
     The number of tiles depends on shapes alone: what experts do not need is padding.
     """
     num_slots = expert_ids.numel()
-    num_tiles = num_slots // tile + num_experts
+    num_tiles = num_slots // tile + min(num_experts, num_slots)
     new = torch.empty(num_slots + 3 * num_tiles, dtype=torch.int32, device=expert_ids.device)
     order, tiles = new[:num_slots], new[num_slots:].view(3, num_tiles)
     at_once = max(16, min(_AT_ONCE, int(triton.next_power_of_2(num_slots))))

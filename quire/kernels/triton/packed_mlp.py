@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.packed import MANY_SLOTS, PackedWeight
+from quire.kernels.packed import FIXED_ROWS, MANY_SLOTS, PIECE, PackedWeight, lines_of, splits_of
 from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.gather import gather_rows
@@ -25,23 +25,22 @@ from quire.kernels.triton.launch import multiprocessors
 from quire.kernels.triton.packed_fragments import fragments_fit, packed_fragments
 from quire.kernels.triton.packed_matmul import _kind, packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
-from quire.kernels.triton.packed_wide import packed_wide, wide_fits
+from quire.kernels.triton.packed_wide import ALIGNMENT, packed_wide, wide_fits
 from quire.kernels.triton.self_check import agrees
 
 MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with the library's matmul
-_PIECE = 128
+_MAX_ROWS_WIDE = 256  # the same of copied tiles
 _MAX_FEW_ROWS = 16
 _MAX_LINES_ALONE = 8192  # of a matrix that one row multiplies without matrix instructions
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
-_MOST_SPLITS = 8
 # Up to how many slots an expert has on average, and how tiles are cut then.
 _SHAPES = (
-    (4, GroupedShape(16, 64, _PIECE, 2, 4)),
-    (16, GroupedShape(32, 64, _PIECE, 4, 4)),
-    (64, GroupedShape(64, 128, _PIECE, 4, 4)),
+    (4, GroupedShape(16, 64, PIECE, 2, 4)),
+    (16, GroupedShape(32, 64, PIECE, 4, 4)),
+    (64, GroupedShape(64, 128, PIECE, 4, 4)),
 )
-_MANY_SHAPE = GroupedShape(128, 128, _PIECE, 8, 3)
+_MANY_SHAPE = GroupedShape(128, 128, PIECE, 8, 3)
 # The same of copied tiles.
 _WIDE_SHAPES = (
     (16, GroupedShape(16, 64, 64, 4, 6)),
@@ -67,7 +66,8 @@ class _Experts(NamedTuple):
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
-    if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
+    most = _MAX_ROWS_WIDE if wide_fits(x, weight) else MAX_ROWS_PACKED
+    if rows > most and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
     fast = None
@@ -75,13 +75,13 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
         fast = _linear_of_fragments
     elif rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
         fast = _linear_of_one_row
-    elif 1 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
+    elif 1 < rows <= _MAX_ROWS_WIDE and wide_fits(x, weight):
         fast = _wide_linear
     if fast is not None and agrees(
         (fast.__name__, _kind(weight), weight.group, activation, x.dtype),
         x,
         lambda x: fast(x, weight, bias, activation),
-        lambda x: packed_linear_fixed(x, weight, bias, activation),
+        lambda x: _linear(x, weight, bias, activation, splits_of(n, k)),
     ):
         return fast(x, weight, bias, activation)
     programs = 4 if rows <= _MAX_FEW_ROWS else 2
@@ -101,19 +101,43 @@ def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, act
 
 
 def _wide_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    rows, (_, n, k) = x.shape[0], weight.sizes
-    bt = max(16, int(triton.next_power_of_2(rows)))
-    lines = 64 if activation else 128
-    shape = GroupedShape(bt, lines, _PIECE, 4 if bt <= 64 else 8, 4)
-    return packed_wide(
-        x.contiguous(), None, weight, bias, shape, activation, splits=splits_of(n, k, 3 * multiprocessors() // 2)
-    )
+    _, n, k = weight.sizes
+    splits = splits_of(n, k)
+    return _wide(x, weight, bias, activation, splits if x.shape[0] <= MAX_ROWS_PACKED else max(1, splits // 2))
+
+
+def _wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
+    bt = min(128 if activation else 256, max(16, int(triton.next_power_of_2(x.shape[0]))))
+    lines = 64 if activation or bt > 128 else lines_of(weight.sizes[1])
+    shape = GroupedShape(bt, lines, PIECE, 4 if bt <= 64 else 8, 4)
+    return packed_wide(x.contiguous(), None, weight, bias, shape, activation, splits=splits)
 
 
 def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """The same, every inner sum in one order for any number of rows."""
     _, n, k = weight.sizes
-    return _linear(x, weight, bias, activation, splits_of(n, k, 2 * multiprocessors()))
+    given, splits, x = (weight, bias, activation), splits_of(n, k), _aligned(x)
+    run = _linear
+    if (
+        x.shape[0]
+        and wide_fits(x, weight)
+        and agrees(
+            (_wide.__name__, _kind(weight), weight.group, activation, x.dtype),
+            x[:MAX_ROWS_PACKED],
+            lambda x: _wide(x, *given, splits),
+            lambda x: _linear(x, *given, splits),
+        )
+    ):
+        run = _wide
+    if splits == 1 or x.shape[0] <= FIXED_ROWS:
+        return run(x, *given, splits)
+    return torch.cat([run(_aligned(rows), *given, splits) for rows in x.split(FIXED_ROWS)])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x where copies of tiles can begin: whether they can is not to decide about bits."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
@@ -121,18 +145,12 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     if rows == 0:
         return x.new_empty(0, n // 2 if activation else n)
     if rows <= _MAX_FEW_ROWS:
-        shape = GroupedShape(16, 128, _PIECE, 4, 4)
+        shape = GroupedShape(16, 128, PIECE, 4, 4)
     elif rows <= MAX_ROWS_PACKED:
-        shape = GroupedShape(32 if rows <= 32 else 64, 128, _PIECE, 8, 4)
+        shape = GroupedShape(32 if rows <= 32 else 64, 128, PIECE, 8, 4)
     else:
         shape = _MANY_SHAPE
     return packed_tiles(x.contiguous(), None, weight, bias, 1, shape, activation, splits=splits)
-
-
-def splits_of(n: int, k: int, programs: int) -> int:
-    """Of the inner sum of a weight [n, k], so that there are about that number of programs of 128 lines."""
-    wanted = max(1, programs // triton.cdiv(n, 128))
-    return int(1 << min(wanted, _MOST_SPLITS, max(1, k // _PIECE)).bit_length() - 1)
 
 
 def packed_sparse_mlp(
@@ -161,10 +179,10 @@ def packed_sparse_mlp(
         (fast.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, in_parts),
         x,
         lambda x: _sum_of(fast(x, given)),
-        lambda x: _sum_of(packed_sparse_mlp_fixed(x, *given)),
+        lambda x: _sum_of(_sparse_mlp_in_tiles(x, given)),
     ):
         return fast(x, given)
-    return packed_sparse_mlp_fixed(x, *given)
+    return _sparse_mlp_in_tiles(x.contiguous(), given)
 
 
 def _sum_of(parts: Tensor) -> Tensor:
@@ -206,6 +224,21 @@ def _wide_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
+def _sparse_mlp_in_tiles(x: Tensor, of: _Experts) -> Tensor:
+    expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
+    n, k = expert_ids.shape
+    num_experts, hidden, _ = down.sizes
+    if n == 0:
+        return x.new_empty(1, 0, hidden)
+    shape = next((shape for most, shape in _SHAPES if n * k <= most * num_experts), _MANY_SHAPE)
+    slots = sort_slots(expert_ids, num_experts, shape.bt)
+    a = packed_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
+    if in_parts and n <= _MAX_ROWS_APART:
+        return packed_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
+    y = packed_tiles(a, slots, down, down_bias, 1, shape)
+    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+
+
 def packed_sparse_mlp_fixed(
     x: Tensor,
     expert_ids: Tensor,
@@ -217,15 +250,18 @@ def packed_sparse_mlp_fixed(
     activation: str,
     in_parts: bool,
 ) -> Tensor:
-    """The same, every inner sum in one order for any number of tokens."""
-    n, k = expert_ids.shape
-    num_experts, hidden, _ = down.sizes
-    if n == 0:
-        return x.new_empty(1, 0, hidden)
-    shape = next((shape for most, shape in _SHAPES if n * k <= most * num_experts), _MANY_SHAPE)
-    slots = sort_slots(expert_ids, num_experts, shape.bt)
-    a = packed_tiles(x.contiguous(), slots, gate_up, gate_up_bias, k, shape, activation)
-    if in_parts and n <= _MAX_ROWS_APART:
-        return packed_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
-    y = packed_tiles(a, slots, down, down_bias, 1, shape)
-    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+    """The same, every sum in one order for any number of tokens: so never in parts, which only few tokens could be."""
+    of = _Experts(expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
+    x, few = _aligned(x), of._replace(expert_ids=expert_ids[:MAX_ROWS_PACKED], weights=weights[:MAX_ROWS_PACKED])
+    if (
+        x.shape[0]
+        and wide_fits(x, gate_up, down)
+        and agrees(
+            (_wide_sparse_mlp.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, False),
+            x[:MAX_ROWS_PACKED],
+            lambda x: _sum_of(_wide_sparse_mlp(x, few)),
+            lambda x: _sum_of(_sparse_mlp_in_tiles(x, few)),
+        )
+    ):
+        return _wide_sparse_mlp(x, of)
+    return _sparse_mlp_in_tiles(x, of)

@@ -21,7 +21,7 @@ from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithme
 from quire.kernels.triton.packed_values import float_slices, slice_of, slices_of
 from quire.kernels.triton.tile_matmul import add_splits, sum_splits
 
-_ALIGNMENT = 16  # bytes, of what the copies begin at
+ALIGNMENT = 16  # bytes, of what the copies begin at
 
 
 @triton.jit
@@ -253,13 +253,13 @@ def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
     """Whether x and codes can be copied by such a unit, and a piece of codes has one scale, or two powers of two."""
     if not has_packed_arithmetic() or not has_large_tiles():
         return False
-    if x.dtype != torch.bfloat16 or x.data_ptr() % _ALIGNMENT:
+    if x.dtype != torch.bfloat16 or x.data_ptr() % ALIGNMENT:
         return False
     return all(_fits(weight) for weight in weights)
 
 
 def _fits(weight: PackedWeight) -> bool:
-    if weight.is_fine or weight.has_bytes or weight.codes.data_ptr() % _ALIGNMENT:
+    if weight.is_fine or weight.has_bytes or weight.codes.data_ptr() % ALIGNMENT:
         return False
     if weight.is_float:
         return weight.group == 32 and weight.scales.dtype == torch.uint8

@@ -45,15 +45,15 @@ def sparse_mlp(
     if 0 < n <= _MAX_ROWS_ALONE and (in_parts or shared is None):
         return _few(*given, in_parts, shared)
     if shared is None:
-        return sparse_mlp_fixed(*given, in_parts)
+        return _in_tiles(*given, in_parts)
     if not in_parts or n > _MAX_ROWS_APART or n * k > SOME * gate_up.shape[0]:
         both = matmul.gated_linear(x, shared[0], None, activation)
-        return add_shared(sparse_mlp_fixed(*given, False)[0], matmul.linear_transposed(both, shared[1]), None)[None]
+        return add_shared(_in_tiles(*given, False)[0], matmul.linear_transposed(both, shared[1]), None)[None]
     shape = matmul.split_k_shape(n, shared[1])
     parts = torch.empty(k + shape.splits, n, x.shape[1], dtype=torch.float32, device=x.device)
     both = matmul.gated_linear(x, shared[0], None, activation)
     matmul_tiles(both, shared[1], shape=shape, in_parts=True, parts=parts[k:])
-    sparse_mlp_fixed(*given, True, out=parts[:k])
+    _in_tiles(*given, True, out=parts[:k])
     return parts
 
 
@@ -97,9 +97,28 @@ def sparse_mlp_fixed(
     activation: str,
     in_parts: bool,
     shared: SharedExpert | None = None,
+) -> Tensor:
+    """The same, every sum in one order for any number of tokens: so never in parts, which only few tokens could be."""
+    routed = _in_tiles(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
+    if shared is None:
+        return routed
+    both = fixed_matmul.gated_linear(x, shared[0], None, activation)
+    return add_shared(routed[0], fixed_matmul.linear_transposed(both, shared[1]), None)[None]
+
+
+def _in_tiles(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same, every inner sum in one order for any number of tokens; parts go to `out`, if there are any."""
+    """Of any number of tokens, sorted by expert. Few tokens may be left in parts, which go to `out` if it is given."""
     n, k = expert_ids.shape
     num_experts = gate_up.shape[0]
     if n == 0:
@@ -110,18 +129,14 @@ def sparse_mlp_fixed(
         shape = shapes.few if mean <= FEW else shapes.some if mean <= SOME else shapes.many
         slots = sort_slots(expert_ids, num_experts, shape.bt)
         a = grouped_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
-        if in_parts and shared is None and n <= _MAX_ROWS_APART:
+        if in_parts and n <= _MAX_ROWS_APART:
             return grouped_tiles(a, slots, down, down_bias, 1, shape, weights=weights, out=out)
         y = grouped_tiles(a, slots, down, down_bias, 1, shape)
     else:
         slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
         a = grouped_sorted(x, slots, gate_up, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
         y = grouped_sorted(a, slots, down, down_bias, shapes.sorted, scatter=True)
-    routed = add_slots(y.view(n, k, -1), weights)
-    if shared is not None:
-        both = fixed_matmul.gated_linear(x, shared[0], None, activation)
-        routed = add_shared(routed, fixed_matmul.linear_transposed(both, shared[1]), None)
-    return routed.unsqueeze(0)
+    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
 def grouped_gate_up(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -64,6 +64,24 @@ def _take_in(
     )
 
 
+@triton.jit
+def _split_size(seen, SPLITS: tl.constexpr, LONG: tl.constexpr, KEYS: tl.constexpr):
+    """Keys of each split of a row that sees these."""
+    return tl.cdiv(tl.cdiv(seen, KEYS), tl.where(seen < LONG, SPLITS // 2, SPLITS)) * KEYS
+
+
+@triton.jit
+def _keep(
+    parts_ptr, numbers_ptr, number_offset, at, highest, total, acc, mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+):
+    """Store what a segment gave, for `_fold_kernel`."""
+    dims = tl.arange(0, DIM)
+    in_head = mask[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_head)
+    tl.store(numbers_ptr + at, highest, mask=mask)
+    tl.store(numbers_ptr + number_offset + at, total, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
 def _tile_kernel(
     q_ptr,
@@ -96,6 +114,7 @@ def _tile_kernel(
     SEGMENT: tl.constexpr,  # keys per segment; 0: the row's keys over SPLITS
     NUM_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,  # programs over the segments; 0: one program folds them
+    LONG: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PDL: tl.constexpr,
@@ -127,7 +146,7 @@ def _tile_kernel(
     seen = context - count + last  # keys that the last query sees
     segment_size = SEGMENT
     if SEGMENT == 0:
-        segment_size = tl.cdiv(tl.cdiv(seen, KEYS), SPLITS) * KEYS
+        segment_size = _split_size(seen, SPLITS, LONG, KEYS)
     lowest = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS if WINDOW != 0 else 0
     highest, totals, acc = nothing(LINES, DIM, KEYS)
     if SPLITS == 0:
@@ -159,12 +178,17 @@ def _tile_kernel(
                 q, positions, highest, totals, acc, start, end, cache_ptr, table, kv_head, first_position,
                 value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, LINES, KEYS,
             )  # fmt: skip
-            if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
-                at = number_at + start // segment_size
-                tl.store(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
-                tl.store(numbers_ptr + at, highest, mask=inside)
-                tl.store(numbers_ptr + number_offset + at, line_sums(totals, LINES, KEYS), mask=inside)
-                highest, totals, acc = nothing(LINES, DIM, KEYS)
+            if SEGMENT != 0:  # noqa: SIM102  known when it is compiled
+                if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
+                    total = line_sums(totals, LINES, KEYS)
+                    at = number_at + start // segment_size
+                    _keep(parts_ptr, numbers_ptr, number_offset, at, highest, total, acc, inside, HEAD_DIM, DIM)
+                    highest, totals, acc = nothing(LINES, DIM, KEYS)
+        if SEGMENT == 0:  # a branch in the loop would make each matrix instruction wait for the one before
+            total = line_sums(totals, LINES, KEYS)
+            at = number_at + tl.program_id(2)
+            if tl.maximum(begin, lowest) < end:
+                _keep(parts_ptr, numbers_ptr, number_offset, at, highest, total, acc, inside, HEAD_DIM, DIM)
 
 
 @triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
@@ -190,6 +214,7 @@ def _fold_kernel(
     SEGMENT: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    LONG: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -211,7 +236,7 @@ def _fold_kernel(
     if SEGMENT == 0:  # as in the kernel above, from the last query of its program
         program_first = query - place % TILE % TOKENS
         last = tl.minimum(tl.minimum(count, query - place % TILE + TILE), program_first + TOKENS)
-        segment_size = tl.cdiv(tl.cdiv(before + last, KEYS), SPLITS) * KEYS
+        segment_size = _split_size(before + last, SPLITS, LONG, KEYS)
     segments = tl.cdiv(before + query + 1, segment_size)  # later ones hold nothing that this query sees
     line = place.to(tl.int64) * NUM_HEADS + head
     dims = tl.arange(0, DIM)
@@ -251,6 +276,7 @@ class Cut:
     keys: int = 64  # keys at a time
     num_warps: int = 4
     num_stages: int = 3  # if there is room for them
+    long: int = 0  # keys of a row from which on all splits share them; of a shorter one, half of the splits
 
 
 def tile_attention(
@@ -296,6 +322,7 @@ def tile_attention(
         "SEGMENT": segment,
         "NUM_SEGMENTS": num_segments,
         "SPLITS": splits,
+        "LONG": cut.long,
         "KEYS": cut.keys,
         **launch_options(),
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.packed import CHUNK, E4M3, MANY_SLOTS, PackedWeight, pack_codes
+from quire.kernels.packed import CHUNK, E4M3, MANY_SLOTS, PackedWeight, fixed_split_bytes, pack_codes
 from quire.layers.quant.base import (
     GroupedMethod,
     Joined,
@@ -186,9 +186,9 @@ class PackedWeightLinear(_Packed, LinearMethod):
         return False
 
     def workspace_bytes(self) -> int:
-        """Of prompts the matrix is unpacked, unless it must not matter how many tokens a step has."""
+        """Of prompts the matrix is unpacked; where it must not matter how many tokens a step has, sums are split."""
         if self.spec.target.deterministic:
-            return 0
+            return fixed_split_bytes(self.spec.out_features, self.spec.in_features)
         return self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
 
 

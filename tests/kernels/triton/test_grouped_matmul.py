@@ -35,6 +35,21 @@ def test_slots_are_sorted_stably_into_tiles_of_one_expert(n: int, k: int, expert
     assert sorted(seen) == list(range(n * k))
 
 
+def test_few_slots_have_few_tiles() -> None:
+    """A program for each tile that could be was most of the time of one token: 128 experts, 8 of them used."""
+    from quire.kernels.triton.expert_slots import sort_slots
+
+    for ids in ([[120, 3, 127, 0, 64, 65, 66, 67]], [[5, 5, 5, 5, 5, 5, 5, 5]] * 5, [[127] * 8]):
+        slots = torch.tensor(ids, dtype=torch.int32)
+        order, tiles, _ = sort_slots(slots.to(DEVICE), 128, 16)
+        assert tiles.shape[1] <= slots.numel() + slots.numel() // 16
+        found = [(expert, end - begin) for expert, begin, end in tiles.t().tolist() if expert >= 0]
+        assert [expert for expert, _ in found] == sorted(expert for expert, _ in found)
+        for expert in set(slots.flatten().tolist()):
+            assert sum(count for each, count in found if each == expert) == int((slots == expert).sum())
+        assert sorted(order.tolist()) == list(range(slots.numel()))
+
+
 @pytest.mark.parametrize("at_once", [16, 128, 1 << 12])
 def test_slots_are_looked_at_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels.triton import expert_slots
@@ -127,3 +142,20 @@ def test_a_shared_expert_is_one_part_more(n: int, width: int) -> None:
     parts = sparse_mlp(*placed)
     assert parts.shape[0] > k
     torch.testing.assert_close(parts.sum(0).cpu(), grouped.sparse_mlp(*given)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_has_the_same_bits_in_a_step_of_any_size() -> None:
+    """In parts, which the norm behind them would add up, only few tokens were, and had other bits than in a long step."""
+    from quire.kernels.triton.sparse_mlp import sparse_mlp_fixed
+
+    torch.manual_seed(0)
+    n, h, f, experts, k = 300, 64, 32, 8, 3
+    x, ids, weights = torch.randn(n, h), ids_of(n, k, experts), torch.rand(n, k)
+    gate_up, down = torch.randn(experts, 2 * f, h) * h**-0.5, torch.randn(experts, h, f) * f**-0.5
+    tokens = [value.to(DEVICE) for value in (x.to(HALF), ids, weights)]
+    given = (gate_up.to(DEVICE, HALF), None, down.to(DEVICE, HALF), None, "silu", True)
+    whole = sparse_mlp_fixed(*tokens, *given)
+    assert whole.shape[0] == 1
+    for rows in (1, 7, 64):
+        few = sparse_mlp_fixed(*(value[-rows:].contiguous() for value in tokens), *given)
+        assert torch.equal(few, whole[:, -rows:])

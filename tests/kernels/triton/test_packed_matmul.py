@@ -235,3 +235,19 @@ def test_every_kind_of_codes(seed: int) -> None:
     experts = generate_packed_sparse_inputs(seed)
     found = sum_of(packed_sparse_mlp(*map(place, experts)), torch.float32).cpu()
     torch.testing.assert_close(found, grouped.packed_sparse_mlp(*experts)[0], rtol=2e-4, atol=2e-4)
+
+
+def test_many_rows_of_a_split_sum_are_multiplied_in_turn() -> None:
+    """Their partial sums fit into what the ledger has for them."""
+    from quire.kernels.packed import FIXED_ROWS, fixed_split_bytes, splits_of
+    from quire.kernels.triton.packed_mlp import packed_linear_fixed
+
+    weight, dense = make_packed(1, 64, 256, 128, "zeros")
+    splits = splits_of(64, 256)
+    assert splits > 1
+    assert fixed_split_bytes(64, 256) == splits * FIXED_ROWS * 64 * 4
+    assert fixed_split_bytes(1 << 15, 4096) == 0
+    x = torch.randn(FIXED_ROWS + 3, 256).to(DEVICE, HALF)
+    out = packed_linear_fixed(x, weight, None, "")
+    assert torch.equal(out[-5:], packed_linear_fixed(x[-5:], weight, None, ""))
+    torch.testing.assert_close(out.float().cpu(), x.float().cpu() @ dense[0].t(), rtol=2e-2, atol=2.0)

@@ -35,7 +35,11 @@ def run(spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]], **optio
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0), (-20, None)])
-@pytest.mark.parametrize("options", [{"splits": 4}, {"splits": 0, "segment": 32}], ids=["split", "fold"])
+@pytest.mark.parametrize(
+    "options",
+    [{"splits": 4}, {"splits": 0, "segment": 32}, {"splits": 4, "long": 40}],
+    ids=["split", "fold", "half of the splits for short rows"],
+)
 def test_rows_with_and_without_a_cached_prefix(
     window: int | None, cap: float | None, options: dict[str, int]
 ) -> None:
