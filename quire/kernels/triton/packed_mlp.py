@@ -250,7 +250,7 @@ def packed_sparse_mlp_fixed(
     activation: str,
     in_parts: bool,
 ) -> Tensor:
-    """The same, every sum in one order for any number of tokens: so never in parts, which only few tokens could be."""
+    """The same, every sum in one order for any number of tokens: never in parts, which only few tokens could be."""
     of = _Experts(expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
     x, few = _aligned(x), of._replace(expert_ids=expert_ids[:MAX_ROWS_PACKED], weights=weights[:MAX_ROWS_PACKED])
     if (

@@ -98,7 +98,7 @@ def sparse_mlp_fixed(
     in_parts: bool,
     shared: SharedExpert | None = None,
 ) -> Tensor:
-    """The same, every sum in one order for any number of tokens: so never in parts, which only few tokens could be."""
+    """The same, every sum in one order for any number of tokens: never in parts, which only few tokens could be."""
     routed = _in_tiles(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
     if shared is None:
         return routed
@@ -118,7 +118,7 @@ def _in_tiles(
     in_parts: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Of any number of tokens, sorted by expert. Few tokens may be left in parts, which go to `out` if it is given."""
+    """Of any number of tokens, sorted by expert. Few tokens may be left in parts, which go to `out` if given."""
     n, k = expert_ids.shape
     num_experts = gate_up.shape[0]
     if n == 0:

@@ -138,15 +138,12 @@ def _tile_kernel(
     table = tables_ptr + tl.load(rows_ptr + index).to(tl.int64) * table_stride
     lines, dims = tl.arange(0, LINES), tl.arange(0, DIM)
     query, head = first + lines // GROUP, kv_head * GROUP + lines % GROUP
-    inside = query < last
+    inside, seen = query < last, context - count + last  # keys that the last query sees
     first_position, positions = context - count + first, context - count + query
     q_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     q_mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
-    seen = context - count + last  # keys that the last query sees
-    segment_size = SEGMENT
-    if SEGMENT == 0:
-        segment_size = _split_size(seen, SPLITS, LONG, KEYS)
+    segment_size = SEGMENT if SEGMENT != 0 else _split_size(seen, SPLITS, LONG, KEYS)
     lowest = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS if WINDOW != 0 else 0
     highest, totals, acc = nothing(LINES, DIM, KEYS)
     if SPLITS == 0:
@@ -171,23 +168,20 @@ def _tile_kernel(
     else:
         number_at = (((place // SUB).to(tl.int64) * TILE + query - offset) * NUM_HEADS + head) * NUM_SEGMENTS
         run = tl.cdiv(tl.cdiv(seen, segment_size), SPLITS) * segment_size  # of segments, for each program
-        begin = tl.program_id(2) * run
-        end = tl.minimum(begin + run, seen)
-        for start in range(tl.maximum(begin, lowest), end, KEYS):
+        begin, end = tl.maximum(tl.program_id(2) * run, lowest), tl.minimum((tl.program_id(2) + 1) * run, seen)
+        for start in range(begin, end, KEYS):
             highest, totals, acc = _take_in(
                 q, positions, highest, totals, acc, start, end, cache_ptr, table, kv_head, first_position,
                 value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, LINES, KEYS,
             )  # fmt: skip
             if SEGMENT != 0:  # noqa: SIM102  known when it is compiled
-                if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
-                    total = line_sums(totals, LINES, KEYS)
-                    at = number_at + start // segment_size
+                if (start + KEYS) % SEGMENT == 0 or start + KEYS >= end:
+                    at, total = number_at + start // SEGMENT, line_sums(totals, LINES, KEYS)
                     _keep(parts_ptr, numbers_ptr, number_offset, at, highest, total, acc, inside, HEAD_DIM, DIM)
                     highest, totals, acc = nothing(LINES, DIM, KEYS)
         if SEGMENT == 0:  # a branch in the loop would make each matrix instruction wait for the one before
-            total = line_sums(totals, LINES, KEYS)
-            at = number_at + tl.program_id(2)
-            if tl.maximum(begin, lowest) < end:
+            at, total = number_at + tl.program_id(2), line_sums(totals, LINES, KEYS)
+            if begin < end:
                 _keep(parts_ptr, numbers_ptr, number_offset, at, highest, total, acc, inside, HEAD_DIM, DIM)
 
 

@@ -145,7 +145,7 @@ def test_a_shared_expert_is_one_part_more(n: int, width: int) -> None:
 
 
 def test_a_token_has_the_same_bits_in_a_step_of_any_size() -> None:
-    """In parts, which the norm behind them would add up, only few tokens were, and had other bits than in a long step."""
+    """In parts, which the norm behind them adds up, only few tokens were, with other bits than in a long step."""
     from quire.kernels.triton.sparse_mlp import sparse_mlp_fixed
 
     torch.manual_seed(0)
