@@ -19,7 +19,7 @@ from quire.types.console import Memory
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
-from quire.types.step import MaskedRow, StepPlan
+from quire.types.step import MaskedRow, StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.worker.executor import Executor
 
@@ -144,8 +144,9 @@ class EngineCore:
             self.parked.note_ends(outputs)
             return EngineOutputs([*refused, *outputs], self.stats())
         seconds = self._seconds(oldest.started, begin, asked)
-        self.log.finished(oldest.plan, result, seconds)
-        outputs = self.scheduler.update(oldest.plan, result, seconds)
+        learnt = self._learnt(result, seconds)
+        self.log.finished(oldest.plan, result, learnt)
+        outputs = self.scheduler.update(oldest.plan, result, learnt)
         self.watch.finished(oldest.plan, result, seconds)
         if self.constraints.in_use:
             self.scheduler.finish(self.constraints.follow(outputs))
@@ -169,6 +170,10 @@ class EngineCore:
         seconds = max(0.0, now - max(started, self._last_result))
         self._last_result = now
         return seconds
+
+    def _learnt(self, result: StepResult, seconds: float) -> float:
+        """What the time of a step says of steps like it: nothing, 0, if a part of it had to be captured first."""
+        return 0.0 if result.captured else seconds
 
     def _may_plan(self) -> bool:
         """Whether another step can be started on top of those in flight. None on one that is known to have failed."""

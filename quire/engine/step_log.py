@@ -42,7 +42,7 @@ class StepLog:
         """A step is about to be executed."""
 
     def finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """The result of the oldest step in flight is there; `seconds` is how long it kept the device."""
+        """The result of the oldest step in flight is there; it kept the device for `seconds`, 0: unknown."""
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """The oldest step in flight raised this."""

@@ -251,6 +251,9 @@ class ReplayedCore(EngineCore):
         end = self._comparison.turn.end
         return end.seconds if isinstance(end, Finished) else 0.0
 
+    def _learnt(self, result: StepResult, seconds: float) -> float:
+        return seconds
+
 
 MakeCore = Callable[[Comparison], ReplayedCore]
 

@@ -175,8 +175,18 @@ class CudaGraphs:
             every_hidden = platform.zeros((captured.max_tokens, context.kept_width), context.dtype)
         return cls(program, captured, *pools, hidden, every_hidden)
 
-    @torch.inference_mode()
     def forward(self, step: Step) -> bool:
+        known = self._num_captured
+        taken = self._take(step)
+        step.captured = self._num_captured > known
+        return taken
+
+    @property
+    def _num_captured(self) -> int:
+        return len(self._forwards) + len(self._samples) + len(self._chains)
+
+    @torch.inference_mode()
+    def _take(self, step: Step) -> bool:
         shape = step.shape
         if self._sizes.passes_on:
             return self._forward_handed_on(step)
@@ -189,8 +199,9 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def sample(self, step: Step) -> None:
-        kind, rows = step.shape.sampling, step.sample_rows
+        kind, rows, known = step.shape.sampling, step.sample_rows, self._num_captured
         replay, out = self._sampling(self._sample_size, kind)
+        step.captured |= self._num_captured > known
         replay()
         step.sampled = Sampled(Download(out))
         if kind.logprobs is not None:

@@ -138,6 +138,7 @@ class KernelList:
         kind, adapted = step.shape.sampling, step.shape.adapted
         if (kind, adapted) not in self._samples:
             self._trace_sampling(kind, adapted=adapted)
+            step.captured = True
         traced = self._samples[kind, adapted]
         if traced is None:
             self._eager.sample(step)

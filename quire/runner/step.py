@@ -167,6 +167,7 @@ class Step:
     pooled: list[PooledRows] = field(default_factory=list)  # of rows that pool, which give no token
 
     way: str = ""  # the name of the way that runs it
+    captured: bool = False  # whether a part of it was captured first, as no step like it had come
     drafted_rows: list[tuple[int, int]] = field(default_factory=list)  # see RequestRows.note_drafts
     planned: PlannedTokens | None = None  # made when it is first asked for, before the step counts as computed
 
@@ -194,6 +195,7 @@ class Step:
             prompt_logprobs=self.prompt_logprobs,
             routed_experts={} if self.routed is None else self.routed.get(),
             way=self.way,
+            captured=self.captured,
         )
         for part in self.pooled:
             part.tell(result)

@@ -128,6 +128,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     way: str = ""  # how it ran, by the name of its way
     proposals: dict[int, list[int]] = {}  # what the worker's drafter says may follow, as num_proposals asks
     expert_load: dict[int, list[int]] = {}  # at times, by layer: tokens that came to each expert since the last time
+    captured: bool = False  # a part of it was captured first: its time says nothing of other steps
 
 
 class StartedStep(Protocol):

@@ -21,7 +21,9 @@ from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
 from quire.runner.containment import MESSAGE
 from quire.types.masks import Masks
+from quire.types.outputs import EngineOutput
 from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan, StepResult
 from quire.types.structured import GrammarSource
 from tests.e2e.broken import BAD_PROMPT, GOOD_PROMPT, assert_finite, make_broken
 from tests.e2e.tiny import VOCAB, Driver, make_engine, make_model
@@ -198,6 +200,19 @@ def test_masked_rows_are_preempted_and_go_on(folder: Path, monkeypatch: pytest.M
     assert masked_steps(spy) > 10
 
 
+def learns(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Times of steps as the scheduler learns them."""
+    times: list[float] = []
+    update = core.scheduler.update
+
+    def spied(plan: StepPlan, result: StepResult, seconds: float) -> list[EngineOutput]:
+        times.append(seconds)
+        return update(plan, result, seconds)
+
+    monkeypatch.setattr(core.scheduler, "update", spied)
+    return times
+
+
 def test_what_is_captured_ahead_is_not_captured_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,8 +223,11 @@ def test_what_is_captured_ahead_is_not_captured_again(
     core = make_engine(folder, attention_backend="triton", **limits)
     driver = Driver(core)
     with caplog.at_level(logging.INFO, logger="quire"):
+        learnt = learns(core, monkeypatch)
         driver.add("before", [7, 8, 9], GREEDY)
         driver.finish()
+        assert learnt[:2] == [0.0, 0.0]  # the first prompt and the first decode step: captured before they ran
+        assert min(learnt[2:]) > 0.0
     within = "captured a CUDA graph within a step"
     assert [within in record.getMessage() for record in caplog.records] == [True, True]
     caplog.clear()
