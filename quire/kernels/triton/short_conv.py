@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.state_blocks import SCAN, next_kept
 
 _CHANNELS, _TOKENS, _ROWS = 128, 16, 64
+_PAIRS, _SHORT = 16, 256  # pairs of a token and a group in a program, where a group has at most this width
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -115,6 +117,7 @@ def _keep_conv_kernel(
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     CHANNELS: tl.constexpr,
+    SCAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
@@ -127,8 +130,9 @@ def _keep_conv_kernel(
         first = context - (end - begin)
         table = tables_ptr + row * table_stride
         read = tl.load(table + tl.maximum(first - 1, 0) // BLOCK_SIZE).to(tl.int64)
-        for entry in range(first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1):
-            block = tl.load(table + entry).to(tl.int64)
+        entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
+        while entry < entries:
+            entry, block = next_kept(table, entry, entries, SCAN)
             if block > 0:
                 until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
                 # What a row's state has already need not be written again.
@@ -143,14 +147,16 @@ def _keep_conv_kernel(
                             factor = tl.load(before_ptr + token * stride + columns, mask=inside, other=0.0)
                             value *= factor.to(tl.float32)
                     tl.store(cache_ptr + block * cache_stride + slot, value, mask=inside)
+            entry += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gated_norm_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
     out_ptr,
+    num_pairs,  # of a token and a group
     width,
     gate_stride,
     weight_stride,
@@ -158,24 +164,29 @@ def _gated_norm_kernel(
     NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    place = (row * tl.num_programs(1) + group) * width + columns
+    token, group = (pair // GROUPS).to(tl.int64), pair % GROUPS
+    inside = (pair < num_pairs)[:, None] & (columns < width)[None, :]
+    place = pair.to(tl.int64)[:, None] * width + columns[None, :]
+    gate_place = (token * gate_stride + group * width)[:, None] + columns[None, :]
     value = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + group * width + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_place, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0 / (1.0 + tl.exp(-gate))
     if not SIGMOID:
         factor = factor * gate
     if NORM:
         if not NORM_FIRST:
             value = value * factor
-        value = value / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
-        value = value * tl.load(weight_ptr + group * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value = value / tl.sqrt(tl.sum(value * value, axis=1) / width + eps)[:, None]
+        weight_place = (group * weight_stride)[:, None] + columns[None, :]
+        value = value * tl.load(weight_ptr + weight_place, mask=inside, other=0.0).to(tl.float32)
         if NORM_FIRST:
             value = value * factor
     else:
@@ -248,6 +259,7 @@ def _conv(
         SLOTS=shape.conv_slots,
         GATED=before is not None,
         CHANNELS=_CHANNELS,
+        SCAN=SCAN,
         **launch_options(),
     )
     return out[:count]
@@ -257,12 +269,14 @@ def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, norm_first: bool, sigmoid: bool = False
 ) -> Tensor:
     x = x.contiguous()
-    out, size = torch.empty_like(x), x.shape[1] // groups
-    _gated_norm_kernel[(x.shape[0], groups)](
+    out, size, num_pairs = torch.empty_like(x), x.shape[1] // groups, x.shape[0] * groups
+    pairs = _PAIRS if size <= _SHORT else 1  # of every step, since bits depend on a tile's shape
+    _gated_norm_kernel[(triton.cdiv(num_pairs, pairs),)](
         x,
         gate,
         weight,
         out,
+        num_pairs,
         size,
         gate.stride(0),
         size if weight.shape[0] == x.shape[1] else 0,
@@ -270,8 +284,9 @@ def gated_norm(
         NORM=True,
         NORM_FIRST=norm_first,
         SIGMOID=sigmoid,
+        GROUPS=groups,
+        PAIRS=pairs,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=1 if size <= 256 else 4,
         **launch_options(),
     )
     return out
@@ -280,11 +295,12 @@ def gated_norm(
 def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _gated_norm_kernel[(x.shape[0], 1)](
+    _gated_norm_kernel[(x.shape[0],)](
         x,
         gates,
         x,
         out,
+        x.shape[0],
         x.shape[1],
         gates.stride(0),
         0,
@@ -292,6 +308,8 @@ def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
         NORM=False,
         NORM_FIRST=False,
         SIGMOID=not silu,
+        GROUPS=1,
+        PAIRS=1,
         BLOCK=triton.next_power_of_2(x.shape[1]),
         **launch_options(),
     )

@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.state_blocks import SCAN, next_kept
 
 Cut = tuple[int, int]  # columns of a program's part of a matrix, and its warps
 ONE_CUT: Cut = (64, 4)  # where bits must not depend on the number of rows: they depend on this
 _TOKENS = 16  # that a program norms, however few there are: bits depend on it
 _LONG = 64  # tokens of a row; from there on values are widened: few of 16 bits are no asynchronous copy
-_SCAN = 128  # blocks of a long prompt that are looked at together for one that keeps a state
 _STAGES = 4  # tokens of a long prompt on their way to a program; bits do not depend on it
 _MOST = 1 << 14  # values of a matrix that a program's registers hold
 
@@ -176,21 +176,6 @@ def matrix_before(
     return matrix
 
 
-@triton.jit
-def _next_kept(table, entry, entries, SCAN: tl.constexpr):
-    """The next entry from this one on whose block keeps a state, and that block; (entries or more, 0) without one.
-
-    Few blocks of a long prompt do: the next of them is looked for among many at once.
-    """
-    block = tl.zeros([], tl.int64)
-    while (block == 0) & (entry < entries):
-        ahead = entry + tl.arange(0, SCAN)
-        found = tl.load(table + ahead, mask=ahead < entries, other=0)
-        entry = tl.min(tl.where(found > 0, ahead, entry + SCAN), axis=0)
-        block = tl.sum(tl.where(ahead == entry, found, 0), axis=0).to(tl.int64)
-    return entry, block
-
-
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _recurrence_kernel(
@@ -246,7 +231,7 @@ def _recurrence_kernel(
         entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
         at = first
         while at < context:
-            entry, block = _next_kept(table, entry, entries, SCAN)
+            entry, block = next_kept(table, entry, entries, SCAN)
             until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
             base = tl.where(block > 0, tl.maximum(first, until - ROLLBACK), context)
             for now in tl.range(at, base, num_stages=STAGES):  # tokens ahead are on their way while one is folded
@@ -312,7 +297,7 @@ def _keep_inputs_kernel(
         first = context - (end - begin)
         entry, entries = first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1
         while entry < entries:
-            entry, block = _next_kept(tables_ptr + row * table_stride, entry, entries, SCAN)
+            entry, block = next_kept(tables_ptr + row * table_stride, entry, entries, SCAN)
             if block > 0:
                 until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
                 base = tl.maximum(first, until - ROLLBACK)
@@ -540,7 +525,7 @@ def fold_tokens(
         LONGEST=longest,
         KEYS=keys,
         COLUMNS=columns,
-        SCAN=_SCAN if is_long else 1,
+        SCAN=SCAN if is_long else 1,
         STAGES=_STAGES if is_long else 1,
         num_warps=cut[1],
         **launch_options(),
@@ -574,6 +559,6 @@ def keep_inputs(inputs: Inputs, cache: Tensor, places: Any, shape: Any) -> None:
         ROLLBACK=shape.rollback,
         DELTA=inputs.strengths is not None,
         BLOCK=block,
-        SCAN=_SCAN,
+        SCAN=SCAN,
         **launch_options(),
     )

@@ -137,7 +137,15 @@ def widest_matmuls(all_shapes: bool) -> None:
 def experts(all_shapes: bool) -> None:
     """Mixtures of experts with plain and with packed weights, and linear layers with packed ones."""
     from quire.kernels.packed import PackedWeight
-    from quire.kernels.triton import add_shared, packed_fragments, packed_matmul, packed_mlp, routing, sparse_mlp
+    from quire.kernels.triton import (
+        add_shared,
+        expert_slots,
+        packed_fragments,
+        packed_matmul,
+        packed_mlp,
+        routing,
+        sparse_mlp,
+    )
     from quire.ops.routing import Routing
 
     def packed(count: int, n: int, k: int, group: int, kind: str) -> PackedWeight:
@@ -156,6 +164,7 @@ def experts(all_shapes: bool) -> None:
         sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", True, shared)
         logits = routing.router_logits(x, numbers(count, hidden, dtype=torch.float32), None)
         routing.route(logits, None, Routing(k, renormalize=True))
+    expert_slots.sort_slots(numbers(8192, 10, dtype=torch.int32), 512, 64)
     count, hidden, width, top = 32, 2880, 2880, 4
     for rows in (1, 16, 512, 4096) if all_shapes else (1, 4096):
         x, shares = numbers(rows, hidden), numbers(rows, top, dtype=torch.float32)

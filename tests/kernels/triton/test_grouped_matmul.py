@@ -16,7 +16,10 @@ def ids_of(n: int, k: int, experts: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
 
 
-@pytest.mark.parametrize(("n", "k", "experts"), [(1, 2, 4), (5, 3, 8), (70, 2, 60), (33, 8, 128), (300, 4, 16)])
+@pytest.mark.parametrize(
+    ("n", "k", "experts"),
+    [(1, 2, 4), (5, 3, 8), (70, 2, 60), (33, 8, 128), (300, 4, 16), (8200, 4, 60), (4096, 8, 128)],
+)
 @pytest.mark.parametrize("tile", [16, 32])
 def test_slots_are_sorted_stably_into_tiles_of_one_expert(n: int, k: int, experts: int, tile: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
@@ -33,6 +36,19 @@ def test_slots_are_sorted_stably_into_tiles_of_one_expert(n: int, k: int, expert
         assert set(ids.flatten()[order.cpu()[begin:end].long()].tolist()) == {expert}
         seen += range(begin, end)
     assert sorted(seen) == list(range(n * k))
+
+
+@pytest.mark.parametrize("n", [300, 8200])
+def test_slots_of_no_expert_are_left_out(n: int) -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+
+    ids = ids_of(n, 4, 16)
+    ids[ids < 3] = -1
+    order, tiles, _ = sort_slots(ids.to(DEVICE), 16, 32)
+    kept = int((ids >= 0).sum())
+    wanted = ids.flatten().argsort(stable=True)[ids.numel() - kept :]
+    assert order[:kept].tolist() == wanted.tolist()
+    assert sum(end - begin for expert, begin, end in tiles.t().tolist() if expert >= 0) == kept
 
 
 def test_few_slots_have_few_tiles() -> None:
