@@ -56,9 +56,7 @@ class Executor(ABC):
 
         Plans may name it in adapter_loads from then on, until `forget_adapter`. QuireError if it cannot be served.
         """
-        failed: Future[int] = Future()
-        failed.set_exception(ConfigError("adapters are not enabled; start the engine with --enable-lora"))
-        return failed
+        return refused("adapters are not enabled; start the engine with --enable-lora")
 
     def forget_adapter(self, digest: str) -> None:
         """No later plan loads it."""
@@ -69,11 +67,11 @@ class Executor(ABC):
 
         No step is in flight, and none is started before `wake` is done. EngineDeadError if it cannot go on.
         """
-        return _cannot("sleep")
+        return refused("these workers cannot sleep; start the engine with another --executor")
 
     def wake(self) -> Future[str]:
         """Take the memory again. Nothing is in rows, blocks and slots of adapters, as at the start."""
-        return _cannot("wake")
+        return refused("these workers cannot wake; start the engine with another --executor")
 
     def update_weights(self, path: str) -> Future[str]:
         """Replace all weights by those of another folder of the same model; the result is their digest.
@@ -81,7 +79,7 @@ class Executor(ABC):
         No step is in flight, and none is started before it is done. Rows, blocks and slots are as at the start then.
         QuireError, and the weights are what they were, if these cannot be used.
         """
-        return _cannot("update_weights")
+        return refused("these workers cannot update their weights; start the engine with another --executor")
 
     def call_workers(self, call: Callable[[Any], Any]) -> list[Any]:
         """Call something with the worker of each rank, in rank order. No step is in flight."""
@@ -98,7 +96,7 @@ class Executor(ABC):
     def shutdown(self) -> None: ...
 
 
-def _cannot(what: str) -> Future[str]:
-    failed: Future[str] = Future()
-    failed.set_exception(ConfigError(f"these workers cannot do {what}; start the engine again instead"))
+def refused(why: str) -> Future[Any]:
+    failed: Future[Any] = Future()
+    failed.set_exception(ConfigError(why))
     return failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import torch
 
@@ -15,16 +16,15 @@ from quire.parallel.replicas import ReplicaCollectives
 from quire.types.errors import EngineDeadError
 from quire.types.step import StepPlan
 from quire.utils.phases import ReportPhase
-from quire.worker.executor import Executor
+from quire.worker.executor import refused
 from quire.worker.inproc import InProcExecutor, InProcStep
 from quire.worker.worker import Worker
 
+_SHARED = "replicas that share experts (--enable-expert-parallel)"
 _SOON = 0.002  # seconds after a step in which the engine usually begins the next one
 
 
 class ReplicaExecutor(InProcExecutor):
-    sleep, update_weights = Executor.sleep, Executor.update_weights  # refused: others use the weights
-
     def __init__(self, config: EngineConfig, report: ReportPhase) -> None:
         self._ranks = ReplicaCollectives(config.parallel.data_parallel_size)
         super().__init__(Worker(config, report, replica_group(config.parallel, self._ranks)))
@@ -44,6 +44,12 @@ class ReplicaExecutor(InProcExecutor):
         if step.done() and step.exception() is not None:  # others may be in the midst of it
             self._ranks.fail()
         return step
+
+    def sleep(self, level: int) -> Future[str]:
+        return refused(f"{_SHARED} cannot sleep; stop the server to free its memory, and start it again when needed")
+
+    def update_weights(self, path: str) -> Future[str]:
+        return refused(f"{_SHARED} cannot update their weights; start the server again with the new weights' folder")
 
     def is_sticky(self, error: Exception) -> bool:
         return self._ranks.is_broken or super().is_sticky(error)

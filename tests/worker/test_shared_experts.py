@@ -210,8 +210,12 @@ def test_a_step_that_fails_in_one_replica_ends_the_others(tmp_path: Path, monkey
     first, second = cores
     job = long_job("x", 8)
     assert_equal(run_jobs(first, [job], seed=1), alone(model, [job]))
-    for change in (second.executor.sleep(1), second.executor.update_weights(str(model))):
-        assert re.search("cannot do (sleep|update_weights); start the engine again", str(change.exception()))
+    shared = r"replicas that share experts \(--enable-expert-parallel\) cannot"
+    for change, advice in (
+        (second.executor.sleep(1), "sleep; stop the server to free its memory"),
+        (second.executor.update_weights(str(model)), "update their weights; start the server again with the new"),
+    ):
+        assert re.search(f"{shared} {advice}", str(change.exception()))
     error = second.executor.execute(StepPlan(10_000_000, [999], [5])).exception()
     assert isinstance(error, Exception)
     assert second.executor.is_sticky(error)
