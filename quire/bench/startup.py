@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.bench.startup_probe import REFUSED
 from quire.bench.stats import Distribution, distribution
 from quire.types.errors import BenchmarkError, ConfigError
 
@@ -60,6 +61,8 @@ def run_probe(settings: str) -> dict[str, float]:
     )
     if done.returncode != 0:
         cause = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        if done.returncode == REFUSED:
+            raise BenchmarkError(cause)
         raise BenchmarkError(f"a started process failed with exit code {done.returncode}: {cause}")
     times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return {name: when - begin for name, when in times.items()}

@@ -9,6 +9,8 @@ import json
 import sys
 import time
 
+REFUSED = 3  # the exit code if the last line of stderr says what the user can change
+
 
 def main() -> None:
     times = {"interpreter": time.monotonic()}
@@ -17,13 +19,18 @@ def main() -> None:
 
     times["import torch"] = time.monotonic()
     from quire import LLM, SamplingParams
+    from quire.types.errors import QuireError
 
     times["import quire"] = time.monotonic()
-    llm = LLM(**settings)
-    times["ready"] = time.monotonic()
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    for _ in llm.stream("The capital of France is", params):
-        times.setdefault("first token", time.monotonic())
+    try:
+        llm = LLM(**settings)
+        times["ready"] = time.monotonic()
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        for _ in llm.stream("The capital of France is", params):
+            times.setdefault("first token", time.monotonic())
+    except QuireError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        sys.exit(REFUSED)
     print(json.dumps(times))
 
 

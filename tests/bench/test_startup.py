@@ -58,6 +58,14 @@ def test_a_failing_process_says_why() -> None:
         run_probe("no settings")
 
 
+def test_a_model_without_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    word_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"model": str(tmp_path), "load_format": "dummy", "kv_cache_memory": 1 << 20, "runner": "pooling"}
+    with pytest.raises(BenchmarkError, match=r"^this model makes embeddings and no text; use .* generates$"):
+        run_probe(json.dumps(settings))
+
+
 def test_no_repeats_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="--repeats is 0"):
         bench_startup({}, 0)
