@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import sys
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from quire.config.args import add_engine_arguments, engine_config_from
 from quire.config.engine import EngineConfig
-from quire.types.errors import ConfigError
+from quire.config.groups import ModelConfig
+from quire.types.errors import ConfigError, TokenizerError
 
 if TYPE_CHECKING:
+    from quire.loader.hub import ModelSource
     from quire.planning.engine_plan import EnginePlan
 
 SCHEMES = ("w8a8-int8", "w8a8-fp8", "w8a16", "w4a16", "w4a16-asym", "nvfp4", "mxfp4")
@@ -60,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_engine(config)
     before = None if text is None else perplexity(config, text)
     num_bytes = write_checkpoint(plan, args.scheme, args.group_size, folder)
+    if plan.source.kind == "gguf":
+        write_text_files(config.model, plan.source, folder)
     print(f"{folder}: {num_bytes / 1e6:.1f} MB of weights, {args.scheme}")
     if text is not None and before is not None:
         tokenizer = config.model.tokenizer or str(plan.source.path)
         after = perplexity(EngineConfig.from_flat(model=str(folder), tokenizer=tokenizer), text)
         print(f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %)")
-    if plan.source.kind == "gguf":
-        print(f"the tokenizer stays in the GGUF file: serve with --tokenizer {plan.source.path}")
     return 0
 
 
@@ -102,6 +105,23 @@ def write_checkpoint(plan: EnginePlan, scheme: str, group_size: int | None, fold
         for path in {path for pattern in BESIDE for path in plan.source.path.glob(pattern)}:
             shutil.copy(path, folder / path.name)
     return size
+
+
+def write_text_files(model: ModelConfig, source: ModelSource, folder: Path) -> None:
+    """Write what a GGUF file says of text and sampling as the files that a folder has for it."""
+    from quire.frontend.tokenizer import load_tokenizer, save_tokenizer
+    from quire.loader.hub import resolve_model
+    from quire.loader.model_config import load_generation_config
+
+    given = load_generation_config(source)
+    try:
+        tokenizer = load_tokenizer(source.path if model.tokenizer is None else resolve_model(model.tokenizer).path)
+    except TokenizerError as error:
+        print(f"{folder} has no tokenizer, so name one to serve it (--tokenizer FOLDER): {error}", file=sys.stderr)
+    else:
+        save_tokenizer(tokenizer, folder)
+        given["eos_token_id"] = list(tokenizer.eos_token_ids)
+    (folder / "generation_config.json").write_text(json.dumps(given, indent=2) + "\n")
 
 
 def _show(done: int, total: int) -> None:

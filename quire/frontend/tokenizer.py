@@ -6,6 +6,7 @@ Reads a Hugging Face folder or a GGUF file. Knows nothing of requests, and needs
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -272,6 +273,21 @@ class Tokenizer:
         return self._visible_pieces if skip_special_tokens else self._pieces.pieces
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what `load_tokenizer` reads from a folder, but for the end tokens beside eos_token.
+
+    Those are in the folder's generation_config.json.
+    """
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    templates = tokenizer.chat_templates
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load from a Hugging Face folder or a `.gguf` file."""
     if path.is_dir():
@@ -326,7 +342,10 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         hint = _CONVERT_HINT.format(folder=folder)
         if (folder / "tokenizer.model").exists():
             raise TokenizerError(f"{folder} has only a SentencePiece tokenizer.model and no tokenizer.json; {hint}")
-        raise TokenizerError(f"{folder} has no tokenizer.json; download it with the model, or {hint}")
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json; download it with the model, name a folder or a .gguf file that has a"
+            f" tokenizer (--tokenizer), or {hint}"
+        )
     try:
         content = file.read_bytes()
         backend = tokenizers.Tokenizer.from_buffer(content)

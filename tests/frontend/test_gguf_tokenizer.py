@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from quire.frontend.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, tokenizer_from_gguf
 from quire.loader.gguf_file import read_metadata
 from quire.loader.hub import resolve_model
 from quire.types.errors import TokenizerError
@@ -37,6 +37,8 @@ from tests.frontend.text_helpers import (
     sentencepiece_metadata,
     sentencepiece_model,
 )
+
+SAVED_TEXTS = ("", " Hello  world\n", "It's 12345 <tool> <s>caf\u00e9</s>\u2603")
 
 
 @functools.cache
@@ -192,6 +194,27 @@ def test_token_types_templates_and_ends() -> None:
     assert not ours.is_special(metadata["tokenizer.ggml.tokens"].index("<tool>"))
     assert ours.encode("") == [begin, end]
     assert ours.convert_id_to_token(size + 1) == f"[EMPTY_{size + 1}]"
+
+
+@pytest.mark.parametrize("kind", [*BYTE_LEVEL_KINDS, "sentencepiece"])
+@pytest.mark.parametrize("templates", [{}, {"": "plain"}, {"": "plain", ".tool_use": "tools"}])
+def test_a_saved_tokenizer_is_the_same(kind: str, templates: dict[str, str], tmp_path: Path) -> None:
+    if kind == "sentencepiece":
+        metadata = sentencepiece_metadata(sentencepiece_model(True), True)
+    else:
+        metadata = byte_level_metadata(byte_level(kind), kind)
+    metadata |= {f"tokenizer.chat_template{name}": text for name, text in templates.items()}
+    ours = tokenizer_from_gguf(metadata)
+    save_tokenizer(ours, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ours.eos_token_ids}))
+    again = load_tokenizer(tmp_path)
+    for name in ("special_tokens", "eos_token_ids", "chat_templates"):
+        assert getattr(again, name) == getattr(ours, name)
+    for text in SAVED_TEXTS:
+        assert again.encode(text) == ours.encode(text)
+    every = range(ours.backend.get_vocab_size())
+    assert [again.token_bytes(token) for token in every] == [ours.token_bytes(token) for token in every]
+    assert [again.is_special(token) for token in every] == [ours.is_special(token) for token in every]
 
 
 def test_harmony_does_not_end_with_a_message() -> None:

@@ -177,7 +177,7 @@ def test_others_run_while_a_long_text_is_encoded() -> None:
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="does not exist"):
         load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; .*\(--tokenizer\)"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(TokenizerError, match=r"only a SentencePiece tokenizer\.model.*save_pretrained"):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from quire.cli.main import main
 from quire.cli.quantize import SCHEMES
 from quire.config.engine import EngineConfig
+from quire.config.groups import ModelConfig
+from quire.frontend.text_model import load_text_model
 from quire.kernels.cpu.library import unavailable
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
 from quire.layers.quant.registry import choose_method
@@ -24,6 +26,7 @@ from quire.loader.quantized.registry import logical
 from quire.ops.base import Target
 from quire.worker.direct import DirectModel
 from tests.e2e.tiny import EXPERTS, LATENT, make_model
+from tests.loader.gguf_tiny import write_tiny_gguf
 from tests.loader.quantized.test_layouts import Stored
 
 # How far a matrix of normal numbers may be off, as a part of its norm.
@@ -202,6 +205,31 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     assert main(["quantize", str(model), "--out", str(tmp_path / "out"), *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_a_gguf_file_says_of_text_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "out"
+    write_tiny_gguf("llama", file)
+    assert main(["quantize", str(file), "--scheme", "w8a16", "--out", str(folder)]) == 0
+    assert "tokenizer" not in capsys.readouterr().out
+    before, after = (load_text_model(ModelConfig(model=str(path))) for path in (file, folder))
+    assert before.tokenizer is not None
+    assert after.tokenizer is not None
+    assert after.defaults.params == before.defaults.params
+    assert after.tokenizer.eos_token_ids == before.tokenizer.eos_token_ids
+    assert after.tokenizer.encode("the hen <|eos|>") == before.tokenizer.encode("the hen <|eos|>")
+
+
+def test_a_gguf_file_without_a_tokenizer_says_what_to_serve_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "out"
+    monkeypatch.setattr("tests.loader.gguf_tiny.write_tokenizer", lambda writer: None)
+    write_tiny_gguf("llama", file)
+    assert main(["quantize", str(file), "--scheme", "w8a16", "--out", str(folder)]) == 0
+    assert f"{folder} has no tokenizer, so name one to serve it (--tokenizer FOLDER)" in capsys.readouterr().err
+    assert not (folder / "tokenizer.json").exists()
+    assert (folder / "model.safetensors").exists()
 
 
 def test_a_folder_with_files_is_left_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
