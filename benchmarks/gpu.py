@@ -1,7 +1,7 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
     python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b deepseek-v2-lite]
-                             [--rows decode batch prefill throughput 512x context] [--batches 16 64 256]
+                             [--rows decode batch prefill prefill4k throughput 512x context] [--batches 16 64 256]
                              [--modes fast fp8 deterministic start] [--most-experts 35] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
@@ -164,9 +164,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
     },
 }
-SHAPES["deepseek-v3-layer"] = {  # one layer of DeepSeek-V3 with experts, between small embeddings
+# Two layers of DeepSeek-V3 with experts, between small embeddings: of a prompt the last computes only what is sampled.
+SHAPES["deepseek-v3-layers"] = {
     **SHAPES["deepseek-v2-lite"],
-    **{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 1, "vocab_size": 1024},
+    **{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 2, "vocab_size": 1024},
     **{"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "first_k_dense_replace": 0},
     **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
     **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
@@ -387,6 +388,8 @@ def measure(bench: Bench, rows: list[str], batches: Sequence[int] = BATCHES) -> 
         record("prefill 1k, ms", bench.prefill(1024))
         record("prefill 8k, ms", bench.prefill(8192))
         record("8k prefix hit, ms", bench.prefix_hit(8192))
+    if "prefill4k" in rows:
+        record("prefill 4k, ms", bench.prefill(4096))
     if "batch" in rows:
         for batch in batches:
             record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
@@ -394,7 +397,7 @@ def measure(bench: Bench, rows: list[str], batches: Sequence[int] = BATCHES) -> 
                 experts = distinct_experts(count, shape["num_experts_per_tok"], batch, bench.most_experts)
                 record(f"distinct experts a layer, batch {batch}", experts)
         if 64 in batches and bench.most_experts is None:
-            record("decode batch 64, drawn, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
+            record("decode batch 64, sampled, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
     if "context" in rows:
         record("decode step of batch 16 at context 16k, ms", bench.decode_at(16, 16000))
     if {"throughput", "512x"} & set(rows):

@@ -84,10 +84,15 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     full = sizes.max_num_batched_tokens
     is_bound = full > mixed[-1] and full * weights <= _LAUNCH_BOUND
     most = -(-(decode[-1] + sizes.max_num_drafts) // 32) * 32
-    drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
+    drafted = (*(size for size in context.platform.graph_sizes if size < most and _is_coarse(size)), most)
     full_size = full if is_bound and not context.passes_on else None
     kinds = {"pools": context.pools, "keeps": context.kept_width > 0, "passes_on": context.passes_on}
     return CaptureSizes(decode, mixed, full_size, drafted, sizes.speculates, **kinds, num_drafts=context.num_drafts)
+
+
+def _is_coarse(size: int) -> bool:
+    """Of numbers of samples with drafts nearly each step has another, and padding them costs next to nothing."""
+    return size.bit_count() == 1 or size % 64 == 0
 
 
 class GraphBytes(NamedTuple):

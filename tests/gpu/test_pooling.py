@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
@@ -24,6 +25,8 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", [*ENCODERS, "Gemma3Text"])
 def test_hidden_states_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}, later ones do")
     theirs = make_encoder(tmp_path, name)
     core = make_engine(tmp_path, device="cuda", dtype=dtype, max_model_len=150)
     outputs = pool(core, PROMPTS, WHOLE)
