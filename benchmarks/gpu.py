@@ -164,7 +164,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
     },
 }
-# Two layers of DeepSeek-V3 with experts, between small embeddings: of a prompt the last computes only what is sampled.
+# Two layers of DeepSeek-V3 with experts, between small embeddings: the last computes only what is sampled.
 SHAPES["deepseek-v3-layers"] = {
     **SHAPES["deepseek-v2-lite"],
     **{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 2, "vocab_size": 1024},

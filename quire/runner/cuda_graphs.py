@@ -153,6 +153,7 @@ class CudaGraphs:
         self._loaded_adapted = False  # and whether one of them had an adapter
         self._decode: _Graph | None = None  # and its graph
         self._sample_size = 0
+        self._speculates = sizes.speculates
         self._usual = self._usual_captures()
 
     @staticmethod
@@ -196,6 +197,8 @@ class CudaGraphs:
         if self._sizes.passes_on:
             return self._forward_handed_on(step)
         pools = self._sizes.pools
+        if shape.sampling.drafted and not self._speculates:  # one prediction is seldom the last
+            self._speculates, self._usual = True, self._usual_captures()
         if shape.eager or shape.sampling.eager or (shape.every_token and not self._leaves_last):
             return False
         if shape.is_decode and not pools:
@@ -394,7 +397,7 @@ class CudaGraphs:
                     self._captured(key)
                     yield True
         sampled = [(size, kind) for size in sorted({*sizes.decode, *sizes.powers}) for kind in usual]
-        if sizes.speculates:
+        if self._speculates:
             sampled += [(size, kind._replace(drafted=True)) for size in sizes.drafted for kind in usual]
         for size, sampling in () if sizes.pools else sampled:
             if (size, sampling) not in self._samples:

@@ -101,16 +101,18 @@ class InProcExecutor(Executor):
     def capture_next(self) -> bool:
         if not self._prepares:
             return False
-        begin = time.perf_counter()
+        begin, prepared = time.perf_counter(), False
         try:
-            self._prepares = self._worker.runner.capture_next()
+            prepared = self._worker.runner.capture_next()
         except Exception as error:  # the step that needs it will tell, if it ever comes
             logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
             self._prepares = False
-        self._prepared.append(time.perf_counter() - begin)
-        if not self._prepares and len(self._prepared) > 1:
-            logger.info("%d steps prepared while idle, in %.1f s", len(self._prepared) - 1, sum(self._prepared))
-        return self._prepares
+        if prepared:
+            self._prepared.append(time.perf_counter() - begin)
+        elif self._prepared:
+            logger.info("%d steps prepared while idle, in %.1f s", len(self._prepared), sum(self._prepared))
+            self._prepared.clear()
+        return prepared
 
     def read_adapter(self, ref: AdapterRef) -> Future[int]:
         return self._reader.submit(self._read_adapter, ref)

@@ -20,6 +20,8 @@ from quire.attention.triton import DecodeKind, MixedKind, TritonAttention
 from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
 from quire.runner.containment import MESSAGE
+from quire.sched.draft_lengths import EveryDraft
+from quire.sched.drafts import Drafts
 from quire.types.masks import Masks
 from quire.types.outputs import EngineOutput
 from quire.types.sampling import SamplingParams
@@ -242,6 +244,38 @@ def test_what_is_captured_ahead_is_not_captured_again(
     assert answers["before"].token_ids == answers["after"].token_ids == expected
     assert Rerun.captured == prepared
     assert within not in caplog.text
+
+
+def test_sampling_with_drafts_is_captured_ahead_after_the_first_prediction(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step with drafts has another number of samples: captured one by one, each would delay a step."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = tokens_of(folder, [[7, 8, 9]], params)[0]
+    capture_steps(monkeypatch, mixed=(32,))
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    core = make_engine(folder, attention_backend="triton", **limits)
+    drafting = core.scheduler.state.drafting
+    assert isinstance(drafting, Drafts)
+    drafting._lengths = EveryDraft()
+
+    def captured_ahead() -> int:
+        before = Rerun.captured
+        while core.capture_next():
+            pass
+        return Rerun.captured - before
+
+    assert captured_ahead() > 0
+    driver = Driver(core)
+    for name in ("first", "second"):
+        driver.add(name, [7, 8, 9], params, prediction=expected)
+        answers = driver.finish()
+        assert answers[name].token_ids == expected
+        if name == "first":
+            assert core.stats().num_draft_tokens > 0
+            assert captured_ahead() > 0
+            known = Rerun.captured
+    assert Rerun.captured == known
 
 
 SHAPED = [

@@ -103,11 +103,13 @@ def make_preparing(prepare: Callable[[], bool]) -> InProcExecutor:
 
 
 def test_preparing_ends_when_all_is_prepared_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    left = iter([True, True, False])
+    """Until requests of another kind have come: then there may be more."""
+    left = iter([True, True, False, False, False, True, False])
     executor = make_preparing(lambda: next(left))
     with caplog.at_level("INFO", logger="quire"):
-        assert [executor.capture_next() for _ in range(5)] == [True, True, False, False, False]
-    assert [record.message.split(",")[0] for record in caplog.records] == ["2 steps prepared while idle"]
+        assert [executor.capture_next() for _ in range(7)] == [True, True, False, False, False, True, False]
+    said = [record.message.split(",")[0] for record in caplog.records]
+    assert said == ["2 steps prepared while idle", "1 steps prepared while idle"]
 
 
 def test_preparing_that_fails_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
