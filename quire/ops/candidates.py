@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import F32, Op, native, triton
-from quire.ops.draw import draw, first_max, keep_prefix, scale_logits, within_limits
 from quire.ops.gumbel import gumbel_of
+from quire.ops.sample import draw, first_max, keep_prefix, scale_logits, within_limits
 
-Drawn = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows, see quire/ops/draw.py
+SampledRows = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows, see quire/ops/sample.py
 
 
-def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn | None = None) -> Tensor:
+def offer_candidates(logits: Tensor, first_token: int, count: int, sampled: SampledRows | None = None) -> Tensor:
     """What a rank offers of logits [m, n], of tokens from first_token on: [m, 1 + 2 * count] float32.
 
     A greedy row offers its highest logit, a row with a top_k (at most `count`) its top k, others the highest after
-    Gumbel noise is added. Without `drawn` all rows are greedy.
+    Gumbel noise is added. Without `sampled` all rows are greedy.
     """
     (rows, size), logits = logits.shape, logits.to(torch.float32)
     best, highest = first_max(logits)
     kept = torch.zeros(rows, size, dtype=torch.bool, device=logits.device)
-    if drawn is None:
+    if sampled is None:
         kept.scatter_(1, best.unsqueeze(1), True)
     else:
-        (temperature, _, top_k, _), seeds, positions = drawn
+        (temperature, _, top_k, _), seeds, positions = sampled
         scaled = scale_logits(logits, temperature)
         one = torch.where(temperature == 0.0, best, draw(scaled, seeds, positions, first_token))
         kept.scatter_(1, one.unsqueeze(1), True)
@@ -46,20 +46,20 @@ def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn 
     return torch.cat([highest.unsqueeze(1), offered, ids.view(torch.float32)], dim=1)
 
 
-def draw_among(offers: Tensor, ranks: int, drawn: Drawn | None = None) -> tuple[Tensor, Tensor]:
-    """What draw_within gives for logits of which offers [m, ranks * (1 + 2 * count)] are those of all ranks in order:
+def sample_among(offers: Tensor, ranks: int, sampled: SampledRows | None = None) -> tuple[Tensor, Tensor]:
+    """What sample_within gives for logits of which these are the offers [m, ranks * (1 + 2 * count)] in rank order:
     tokens [m] int32 and the highest logits [m] float32."""
     of_ranks = offers.view(offers.shape[0], ranks, -1)
     count = of_ranks.shape[2] // 2
     logits = of_ranks[:, :, 1 : 1 + count].flatten(1)
     ids = of_ranks[:, :, 1 + count :].contiguous().view(torch.int32).flatten(1).to(torch.int64)
     places, _ = first_max(logits)
-    if drawn is not None:
-        parameters, seeds, positions = drawn
+    if sampled is not None:
+        parameters, seeds, positions = sampled
         scores = within_limits(logits, parameters) + gumbel_of(seeds, positions, ids)
         places = torch.where(parameters[0] == 0.0, places, first_max(scores)[0])
     return ids.gather(1, places.unsqueeze(1)).squeeze(1).to(torch.int32), of_ranks[:, :, 0].amax(1)
 
 
 OFFER_CANDIDATES = Op(offer_candidates, 0.0, triton("candidates", F32), native("candidates"))
-DRAW_AMONG = Op(draw_among, 0.0, triton("candidates", F32), native("candidates"))
+SAMPLE_AMONG = Op(sample_among, 0.0, triton("candidates", F32), native("candidates"))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import F32, Op, triton
-from quire.ops.draw import top_k_tokens
+from quire.ops.sample import top_k_tokens
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:

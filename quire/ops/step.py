@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import F32, Op, native, triton
-from quire.ops.draw import first_max
+from quire.ops.sample import first_max
 from quire.types.status import BAD_LOGITS, NO_TOKEN, OVERFLOWS
 from quire.types.step import RowStart
 
@@ -119,9 +119,9 @@ def gather_sampling(
     num_prompt_tokens: Tensor,
     ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op draw_within reads of rows [n]: their columns of table [4, max_rows], seeds, output positions.
+    """What the op sample_within reads of rows [n]: their columns of table [4, max_rows], seeds, output positions.
 
-    Of each row ahead [n] int32 drafts come before what is drawn.
+    Of each row ahead [n] int32 drafts come before what is sampled.
     """
     positions = num_tokens.index_select(0, rows) - num_prompt_tokens.index_select(0, rows)
     if ahead is not None:

@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from quire.ops.base import Target
-from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
-from quire.ops.draw import DRAW_WITHIN
+from quire.ops.candidates import OFFER_CANDIDATES, SAMPLE_AMONG
+from quire.ops.sample import SAMPLE_WITHIN
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.sampling.sharded import VocabShard
 from tests.gpu.helpers import needs_gpu
@@ -63,12 +63,12 @@ def test_a_captured_exchange_chooses_what_all_logits_do(params: dict[str, Any], 
         assert [tuple(pair) for pair in out.tolist()] == expected.found
 
 
-def offer(rank: int, shared: Tensor, barrier: Any, drawn: tuple[Tensor, ...], failed: Any) -> None:
+def offer(rank: int, shared: Tensor, barrier: Any, sampled: tuple[Tensor, ...], failed: Any) -> None:
     """A process of its own: writes what it offers of its half into memory of the first one's GPU."""
     try:
         share = -(-VOCAB // 2)
         part = make_logits(7)[:, rank * share : (rank + 1) * share].contiguous()
-        shared[rank].copy_(OFFER_CANDIDATES.bind(Target("cuda"))(part, rank * share, 64, drawn))
+        shared[rank].copy_(OFFER_CANDIDATES.bind(Target("cuda"))(part, rank * share, 64, sampled))
         torch.cuda.synchronize()
     except BaseException:
         failed.set()
@@ -83,14 +83,14 @@ def test_two_processes_on_one_gpu_choose_what_all_logits_do() -> None:
     parameters = torch.tensor(
         [[0.9, -torch.inf, float(row % 3 * 25), 1.0] for row in range(ROWS)], dtype=torch.float64
     )
-    drawn = (parameters.T.contiguous().cuda(), torch.arange(ROWS).cuda() * 91, torch.arange(ROWS).cuda())
+    sampled = (parameters.T.contiguous().cuda(), torch.arange(ROWS).cuda() * 91, torch.arange(ROWS).cuda())
     barrier, failed = context.Barrier(2), context.Event()
-    other = context.Process(target=offer, args=(1, shared, barrier, drawn, failed))
+    other = context.Process(target=offer, args=(1, shared, barrier, sampled, failed))
     other.start()
-    offer(0, shared, barrier, drawn, failed)
+    offer(0, shared, barrier, sampled, failed)
     offers = torch.cat([shared[0], shared[1]], dim=1)
-    tokens, highest = DRAW_AMONG.bind(Target("cuda"))(offers, 2, drawn)
-    expected, expected_highest = DRAW_WITHIN.bind(Target("cuda"))(make_logits(7), *drawn)
+    tokens, highest = SAMPLE_AMONG.bind(Target("cuda"))(offers, 2, sampled)
+    expected, expected_highest = SAMPLE_WITHIN.bind(Target("cuda"))(make_logits(7), *sampled)
     other.join(60)
     assert not failed.is_set()
     assert other.exitcode == 0

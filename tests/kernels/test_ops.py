@@ -53,7 +53,7 @@ OWN_TYPE = {
     "linear_attention": (1, 2, 3),
 }
 FLOAT32_RESULTS = ("shrink_lora", "linear_shrinking", "prompt_sums")
-READS_LOGITS = ("append_greedy", "draw_within", "keep_allowed", "offer_candidates")
+READS_LOGITS = ("append_greedy", "sample_within", "keep_allowed", "offer_candidates")
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.draw import draw, first_max
 from quire.ops.gumbel import gumbel_noise
+from quire.ops.sample import draw, first_max
 
 
 def test_the_lower_index_wins_among_equals() -> None:

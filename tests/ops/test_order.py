@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops import draw
-from quire.ops.draw import first_max
+from quire.ops import sample
+from quire.ops.sample import first_max
 from tests.runner.sampling.reference import in_order
 
 VALUES = st.sampled_from([-np.inf, -3.5, -1.0, -0.0, 0.0, 2.0**-100, 1.0, 2.5, 2.0**100])
@@ -23,7 +23,7 @@ def test_every_function_follows_the_one_order(line: list[float], data: st.DataOb
     assert token.tolist() == expected[:1]
     assert best.item() == line[expected[0]]
     count = data.draw(st.integers(1, len(line)))
-    values, token_ids = draw.top_k_tokens(logits, count)
+    values, token_ids = sample.top_k_tokens(logits, count)
     assert token_ids.tolist() == [expected[:count]]
     assert values.tolist() == [[line[token] for token in expected[:count]]]
 
@@ -40,7 +40,7 @@ def test_the_kept_prefix_is_the_shortest_that_suffices(tokens: list[tuple[float,
         if total < needed:
             kept.add(token)
             total += weights[token]
-    found = draw.keep_prefix(torch.tensor([line]), torch.tensor([weights]), torch.tensor([needed]))
+    found = sample.keep_prefix(torch.tensor([line]), torch.tensor([weights]), torch.tensor([needed]))
     # Equals of no weight after the last needed one change nothing; they are the same tokens to the draw.
     assert {token for token in found[0].nonzero().flatten().tolist() if weights[token]} == {
         token for token in kept if weights[token]
@@ -51,7 +51,7 @@ def test_the_kept_prefix_is_the_shortest_that_suffices(tokens: list[tuple[float,
 def test_chunks_do_not_change_a_select(chunk: int) -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).mul_(4).round_()
     counts = torch.tensor([1, 2, 5, 10, 25, 49, 50])
-    kept = draw.keep_prefix(logits, torch.ones(7, 50, dtype=torch.int64), counts, chunk)
+    kept = sample.keep_prefix(logits, torch.ones(7, 50, dtype=torch.int64), counts, chunk)
     assert kept.sum(1).tolist() == counts.tolist()
     for line, mask, count in zip(logits, kept, counts.tolist(), strict=True):
         assert mask.nonzero().flatten().tolist() == sorted(in_order(line.numpy())[:count])
@@ -60,4 +60,4 @@ def test_chunks_do_not_change_a_select(chunk: int) -> None:
 def test_nan_gives_some_valid_token() -> None:
     logits = torch.full((1, 200), float("nan"))
     assert 0 <= first_max(logits)[0].item() < 200
-    draw.keep_prefix(logits, torch.full((1, 200), -(2**63)), torch.tensor([1]))
+    sample.keep_prefix(logits, torch.full((1, 200), -(2**63)), torch.tensor([1]))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.draw import keep_top_p
+from quire.ops.sample import keep_top_p
 from tests.runner.sampling.reference import in_order
 
 VALUES = st.sampled_from([float("-inf"), -3.5, -1.0, -0.0, 0.0, 1.0, 2.5, 30.0])

@@ -63,7 +63,7 @@ def calls(width: int) -> dict[str, Call]:
         "gather_rows": lambda make: ops.gather_rows(make(4, width), three + 1),
         "gather_rotation": lambda make: ops.gather_rotation(make(4, 2 * width), three + 1, torch.float32),
         "pack_floats": lambda make: matrix.PackedMatrix.from_float(make(37, width)).dequantize(),
-        "draw_within": lambda make: ops.draw_within(
+        "sample_within": lambda make: ops.sample_within(
             make(3, width), torch.ones(4, 3, dtype=torch.float64), three, three
         ),
         "append_tokens": lambda make: step.append_tokens(

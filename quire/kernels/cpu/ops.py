@@ -195,14 +195,14 @@ def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     return ids, best
 
 
-def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, size = logits.shape
     tokens, highest = empty(rows, dtype=torch.int32), empty(rows)
     parameters, seeds, positions = parameters.contiguous(), seeds.contiguous(), positions.contiguous()
-    bound().draw_within(
+    bound().sample_within(
         logits.data_ptr(),
         parameters.data_ptr(),
         seeds.data_ptr(),

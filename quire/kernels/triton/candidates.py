@@ -15,7 +15,7 @@ from quire.kernels.triton.step import find_highest
 
 _BLOCK = 4096  # tokens at a time where a program walks over a row
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_Drawn = tuple[Tensor, Tensor, Tensor]
+_SampledRows = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -102,20 +102,20 @@ def _offer_kernel(
     _put(out_ptr, places, tokens, tl.where(is_one, one, float("-inf")), places >= taken, FIRST_ID, COUNT)
 
 
-def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: _Drawn | None = None) -> Tensor:
+def offer_candidates(logits: Tensor, first_token: int, count: int, sampled: _SampledRows | None = None) -> Tensor:
     """See quire/ops/candidates.py. `count` is a power of 2, at most 128."""
     rows, size = logits.shape
-    if drawn is None:
+    if sampled is None:
         best, best_at = find_highest(logits)
         scanned = Scanned(best, best, best_at, best, best_at)
     else:
-        scanned = scan(logits, *drawn, first_token)
+        scanned = scan(logits, *sampled, first_token)
     found = torch.empty(rows, FEW, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, 1 + 2 * count, dtype=torch.int32, device=logits.device)
     groups, chunks = triton.cdiv(size, GROUP), scanned.best.shape[1]
     _offer_kernel[(rows,)](
-        logits, scanned.best if drawn is None else drawn[0], scanned.group_highest, found, *scanned[1:], out, size,
-        logits.stride(0), groups, chunks, rows, SAMPLES=drawn is not None, FIRST_ID=first_token, COUNT=count,
+        logits, scanned.best if sampled is None else sampled[0], scanned.group_highest, found, *scanned[1:], out,
+        size, logits.stride(0), groups, chunks, rows, SAMPLES=sampled is not None, FIRST_ID=first_token, COUNT=count,
         CHUNKS=triton.next_power_of_2(chunks), GROUPS=triton.next_power_of_2(groups), GROUP=GROUP, FEW=FEW,
         BLOCK=_BLOCK, num_warps=8, **launch_options(fused=False),
     )  # fmt: skip
@@ -181,15 +181,15 @@ def _among_kernel(
     tl.store(highest_ptr + row, highest)
 
 
-def draw_among(offers: Tensor, ranks: int, drawn: _Drawn | None = None) -> tuple[Tensor, Tensor]:
+def sample_among(offers: Tensor, ranks: int, sampled: _SampledRows | None = None) -> tuple[Tensor, Tensor]:
     """See quire/ops/candidates.py."""
     rows, count = offers.shape[0], offers.shape[1] // ranks // 2
     tokens = torch.empty(rows, dtype=torch.int32, device=offers.device)
     highest = torch.empty(rows, dtype=torch.float32, device=offers.device)
-    of_rows = (offers, offers, offers) if drawn is None else drawn
+    of_rows = (offers, offers, offers) if sampled is None else sampled
     _among_kernel[(rows,)](
         offers.contiguous().view(torch.int32), *of_rows, tokens, highest, rows,
-        SAMPLES=drawn is not None, RANKS=ranks,
+        SAMPLES=sampled is not None, RANKS=ranks,
         PADDED_RANKS=triton.next_power_of_2(ranks), COUNT=count, SIZE=triton.next_power_of_2(ranks * count),
         num_warps=4, **launch_options(fused=False),
     )  # fmt: skip

@@ -4,8 +4,8 @@ The token with the highest score, which is logit plus noise, is the draw if it l
 them can have a higher score. What top_k and min_p leave is known before scores are made: logits not under a floor.
 What top_p leaves is not. So the token is measured: which part of the probability comes before it in the order (higher
 logit first, then lower id)? If that is too much, all that comes after it is out as well, and what comes before it is
-drawn from again. Three rounds of that run on all programs, chunks of rows each; the few rows that need more are left
-to one program each. Probabilities are added as integers, so that their order makes no difference.
+sampled from again. Three rounds of that run on all programs, chunks of rows each; the few rows that need more are
+left to one program each. Probabilities are added as integers, so that their order makes no difference.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def first_of(values_ptr, places_ptr, row, num_chunks, vocab_size, CHUNKS: tl.con
     return highest, tl.min(tl.where(inside & (values == highest), places, vocab_size), axis=0)
 
 
-@triton.jit(do_not_specialize=["drawn_ptr", "count"])
+@triton.jit(do_not_specialize=["sampled_ptr", "count"])
 def _limits_kernel(
     logits_ptr,
     parameters_ptr,
@@ -110,9 +110,9 @@ def _limits_kernel(
     best_at_ptr,
     score_ptr,
     score_at_ptr,
-    drawn_ptr,  # [rows] int32: the draw, or -1
+    sampled_ptr,  # [rows] int32: the draw, or -1
     highest_ptr,  # [rows] float32
-    limits_ptr,  # [4, rows] float32: the highest of what is drawn from, the floor, what top_k ends at, how many of it
+    limits_ptr,  # [4, rows] float32: highest of what is sampled from, the floor, what top_k ends at, how many of it
     vocab_size,
     logits_stride,
     num_groups,
@@ -158,7 +158,7 @@ def _limits_kernel(
         _, token = first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
         if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
             token = token * 0 - 1
-    tl.store(drawn_ptr + row, tl.minimum(token, vocab_size - 1))
+    tl.store(sampled_ptr + row, tl.minimum(token, vocab_size - 1))
 
 
 @triton.jit
@@ -205,19 +205,19 @@ def _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, coun
     return _is_within(before, mass, total, top, least, equals, top_k, top_p)
 
 
-@triton.jit(do_not_specialize=["drawn_ptr", "now_drawn_ptr", "count"])
-def _draw_kernel(
+@triton.jit(do_not_specialize=["sampled_ptr", "now_sampled_ptr", "count"])
+def _sample_kernel(
     logits_ptr,
     parameters_ptr,
     seeds_ptr,
     positions_ptr,
     limits_ptr,
-    drawn_ptr,  # [rows] int32: the draw, or -1; like the next three, of the round before
+    sampled_ptr,  # [rows] int32: the draw, or -1; like the next three, of the round before
     before_score_ptr,
     before_score_at_ptr,
     measures_ptr,
     # Of its own: what others of its programs read must not change under them, not even from one warp to the next.
-    now_drawn_ptr,
+    now_sampled_ptr,
     score_ptr,
     score_at_ptr,
     vocab_size,
@@ -232,15 +232,15 @@ def _draw_kernel(
     """The highest score of each chunk, of what is not under the floor, and before what was found to be too much."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    drawn = tl.load(drawn_ptr + row)
-    if drawn >= 0:
-        tl.store(now_drawn_ptr + row, drawn)
+    sampled = tl.load(sampled_ptr + row)
+    if sampled >= 0:
+        tl.store(now_sampled_ptr + row, sampled)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature, log_min_p, top_k, _ = load_parameters(parameters_ptr, row, count)
     _, floor, _, _ = _load_limits(limits_ptr, row, count)
     if IS_FIRST:
-        tl.store(now_drawn_ptr + row, drawn)
+        tl.store(now_sampled_ptr + row, sampled)
         if (top_k == 0) & (log_min_p == float("-inf")):  # it has its scores
             return
         bound = float("-inf")
@@ -248,7 +248,7 @@ def _draw_kernel(
     else:
         _, token = first_of(before_score_ptr, before_score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
         is_found = _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS)
-        tl.store(now_drawn_ptr + row, tl.where(is_found, token, drawn))
+        tl.store(now_sampled_ptr + row, tl.where(is_found, token, sampled))
         if is_found:
             return
         bound = load_scaled(line_ptr, token, vocab_size, temperature)
@@ -261,12 +261,12 @@ def _draw_kernel(
         tl.store(score_at_ptr + row * num_chunks + chunk, at)
 
 
-@triton.jit(do_not_specialize=["drawn_ptr", "count"])
+@triton.jit(do_not_specialize=["sampled_ptr", "count"])
 def _measure_kernel(
     logits_ptr,
     parameters_ptr,
     limits_ptr,
-    drawn_ptr,
+    sampled_ptr,
     score_ptr,
     score_at_ptr,
     measures_ptr,  # [3, rows, chunks] int64
@@ -281,7 +281,7 @@ def _measure_kernel(
     """What comes before the token with the highest score, chunk by chunk."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    if tl.load(drawn_ptr + row) >= 0:
+    if tl.load(sampled_ptr + row) >= 0:
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature = tl.load(parameters_ptr + row).to(tl.float32)
@@ -298,14 +298,14 @@ def _measure_kernel(
         tl.store(at + 2 * count * num_chunks, total)
 
 
-@triton.jit(do_not_specialize=["drawn_ptr", "count"])
+@triton.jit(do_not_specialize=["sampled_ptr", "count"])
 def _finish_kernel(
     logits_ptr,
     parameters_ptr,
     seeds_ptr,
     positions_ptr,
     limits_ptr,
-    drawn_ptr,
+    sampled_ptr,
     score_ptr,
     score_at_ptr,
     measures_ptr,
@@ -321,9 +321,9 @@ def _finish_kernel(
     """The draw of rows that have none yet: of the last round, or of as many rounds as it takes by one program."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    drawn = tl.load(drawn_ptr + row)
-    if drawn >= 0:
-        tl.store(tokens_ptr + row, drawn)
+    sampled = tl.load(sampled_ptr + row)
+    if sampled >= 0:
+        tl.store(tokens_ptr + row, sampled)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature, _, top_k, top_p = load_parameters(parameters_ptr, row, count)
@@ -387,8 +387,8 @@ def scan(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, f
     return found
 
 
-def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See quire/ops/draw.py."""
+def sample_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """See quire/ops/sample.py."""
     count, vocab_size = logits.shape
     groups, chunks = triton.cdiv(vocab_size, GROUP), triton.cdiv(vocab_size, _CHUNK)
 
@@ -396,7 +396,7 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     tokens, highest = scratch(count, dtype=torch.int32), scratch(count)
-    drawn = scratch(1 + _ROUNDS, count, dtype=torch.int32)
+    sampled = scratch(1 + _ROUNDS, count, dtype=torch.int32)
     limits, scanned = scratch(4, count), scan(logits, parameters, seeds, positions)
     scores = [(scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)) for _ in range(1, _ROUNDS)]
     scores = [(scanned.score, scanned.score_at), *scores]
@@ -409,22 +409,22 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     shared = (count, min(chunks, _SPREAD))
     options = launch_options(fused=False)
     _limits_kernel[(count,)](
-        *of_row, scanned.group_highest, found, *scanned[1:], drawn[0], highest, limits, vocab_size,
+        *of_row, scanned.group_highest, found, *scanned[1:], sampled[0], highest, limits, vocab_size,
         logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP,
         FEW=FEW, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     for now in range(_ROUNDS):
-        before = (drawn[now], *scores[max(now - 1, 0)], measures[max(now - 1, 0)])
-        _draw_kernel[shared](
-            *of_row, *keys, limits, *before, drawn[now + 1], *scores[now], *sizes,
+        before = (sampled[now], *scores[max(now - 1, 0)], measures[max(now - 1, 0)])
+        _sample_kernel[shared](
+            *of_row, *keys, limits, *before, sampled[now + 1], *scores[now], *sizes,
             IS_FIRST=now == 0, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
         )  # fmt: skip
         _measure_kernel[shared](
-            *of_row, limits, drawn[now + 1], *scores[now], measures[now], *sizes,
+            *of_row, limits, sampled[now + 1], *scores[now], measures[now], *sizes,
             CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
         )  # fmt: skip
     _finish_kernel[(count,)](
-        *of_row, *keys, limits, drawn[-1], *scores[-1], measures[-1], tokens, *sizes,
+        *of_row, *keys, limits, sampled[-1], *scores[-1], measures[-1], tokens, *sizes,
         CHUNKS=padded, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     return tokens, highest

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Target
-from quire.ops.draw import DRAW_WITHIN
 from quire.ops.logprobs import LOGPROBS
+from quire.ops.sample import SAMPLE_WITHIN
 from quire.ops.shaping import KEEP_ALLOWED
 from quire.ops.step import APPEND_GREEDY, APPEND_TOKENS, GATHER_SAMPLING
 from quire.runner.sampling.allowed_tokens import AllowedTokens
 from quire.runner.sampling.base import Feature, RowState, RowValues
-from quire.runner.sampling.draw import draw_parameters
 from quire.runner.sampling.logprobs import AskedLogprobs, Logprobs, pack_logprobs
 from quire.runner.sampling.mask_buffer import ALLOWED, GRAMMAR, MaskBuffer, mask_words
+from quire.runner.sampling.parameters import sampling_parameters
 from quire.runner.sampling.registry import FEATURES, MakeFeature
 from quire.runner.sampling.sharded import ShardedVocab, VocabShard, WholeVocab
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -73,13 +73,13 @@ class Sampler:
             *(make(*place) for make in features),
         ]
         # One more row, for the padding of a batch: its zeros are greedy.
-        self._vocab_size, self._draw_table = vocab_size, RowValues(max_rows + 1, 4, torch.float64, device)
+        self._vocab_size, self._sampling_table = vocab_size, RowValues(max_rows + 1, 4, torch.float64, device)
         self._logprobs = Logprobs(vocab_size)
         self.wanted_logprobs = self._logprobs.wanted
         self.asked_logprobs, target = AskedLogprobs(device), Target(device.type)
         self._vocab = WholeVocab() if shard is None else ShardedVocab(shard, target)
         self._keep_allowed, self._gather_logprobs = KEEP_ALLOWED.bind(target), LOGPROBS.bind(target)
-        self._gather, self._draw_within = GATHER_SAMPLING.bind(target), DRAW_WITHIN.bind(target)
+        self._gather, self._sample_within = GATHER_SAMPLING.bind(target), SAMPLE_WITHIN.bind(target)
         self._append, self._append_greedy = APPEND_TOKENS.bind(target), APPEND_GREEDY.bind(target)
         self._asked: dict[int, list[Feature]] = {}  # row -> features that it asks for; none: no entry
         self._sampled: set[int] = set()  # rows that are not greedy
@@ -113,7 +113,7 @@ class Sampler:
             self._asked[row] = asked
         if not params.greedy:
             self._sampled.add(row)
-        self._draw_table.set(row, *draw_parameters(params, self._vocab_size))
+        self._sampling_table.set(row, *sampling_parameters(params, self._vocab_size))
         self._vocab.add_request(row, params)
         self._logprobs.add_request(row, start)
         self.asked_logprobs.add_request(row, start)
@@ -133,7 +133,7 @@ class Sampler:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
         for feature in self._features:
             feature.apply_staged_writes()
-        self._draw_table.flush()
+        self._sampling_table.flush()
 
     def kind(self, row_list: list[int], masked: bool) -> SamplingKind:
         """What sampling for these rows has to do, some of which may have a grammar's mask."""
@@ -200,11 +200,11 @@ class Sampler:
             tokens, highest = self._vocab.choose(logits, kind.candidates)
             return self._append(tokens, highest, *place, None, ahead)
         lengths = (state.num_tokens, state.num_prompt_tokens)
-        drawn = self._gather(rows, self._draw_table.all, state.seeds, *lengths, ahead)
+        sampled = self._gather(rows, self._sampling_table.all, state.seeds, *lengths, ahead)
         if kind.candidates:
-            tokens, highest = self._vocab.choose(logits, kind.candidates, drawn)
+            tokens, highest = self._vocab.choose(logits, kind.candidates, sampled)
         else:
-            tokens, highest = self._draw_within(shaped, *drawn)
+            tokens, highest = self._sample_within(shaped, *sampled)
         return self._append(tokens, highest, *place, raw_highest, ahead)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.ops.base import Target
-from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES, Drawn
+from quire.ops.candidates import OFFER_CANDIDATES, SAMPLE_AMONG, SampledRows
 from quire.parallel.collectives import Collectives
 from quire.types.sampling import SamplingParams
 
@@ -38,7 +38,7 @@ class WholeVocab:
         """How many tokens each rank has to offer for these rows; 0: all logits are needed."""
         return 0
 
-    def choose(self, logits: Tensor, count: int, drawn: Drawn | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, count: int, sampled: SampledRows | None = None) -> tuple[Tensor, Tensor]:
         """Tokens [m] int32 and highest logits [m] float32 of this rank's logits and the others'. No sync."""
         raise AssertionError("one rank has all logits")
 
@@ -48,7 +48,7 @@ class ShardedVocab(WholeVocab):
 
     def __init__(self, shard: VocabShard, target: Target) -> None:
         self._shard, self._sampled = shard, dict[int, int]()  # row -> its candidates
-        self._offer, self._draw = OFFER_CANDIDATES.bind(target), DRAW_AMONG.bind(target)
+        self._offer, self._draw = OFFER_CANDIDATES.bind(target), SAMPLE_AMONG.bind(target)
 
     def add_request(self, row: int, params: SamplingParams) -> None:
         if params.greedy:
@@ -63,8 +63,8 @@ class ShardedVocab(WholeVocab):
         counts = [self._sampled.get(row, 1) for row in rows]
         return 0 if 0 in counts else 1 if max(counts, default=1) == 1 else MOST_CANDIDATES
 
-    def choose(self, logits: Tensor, count: int, drawn: Drawn | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, count: int, sampled: SampledRows | None = None) -> tuple[Tensor, Tensor]:
         shard = self._shard
-        offer = self._offer(logits, shard.first_token, count, drawn)
+        offer = self._offer(logits, shard.first_token, count, sampled)
         offers = shard.collectives.all_gather(offer, shard.ranks * offer.shape[1])
-        return self._draw(offers, shard.ranks, drawn)
+        return self._draw(offers, shard.ranks, sampled)

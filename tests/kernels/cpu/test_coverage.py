@@ -148,9 +148,9 @@ COVERED = {
         ),
     ),
     "first_max": Held("test_the_first_maximum", "test_nan_is_reported", "test_draws"),
-    "draw_within": Held("test_draws_are_the_references", "test_draws", "test_rows_do_not_depend_on_the_batch"),
+    "sample_within": Held("test_draws_are_the_references", "test_draws", "test_rows_do_not_depend_on_the_batch"),
     **dict.fromkeys(
-        ("offer_candidates", "draw_among"),
+        ("offer_candidates", "sample_among"),
         Held(*["test_draws_among_the_offers_of_ranks"] * 2, "test_ops_of_steps_are_their_references"),
     ),
     "greedy": Held(

@@ -14,8 +14,8 @@ from quire.attention.cpu_native import NativeAttention
 from quire.kernels.cpu import ops
 from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, Matmul, PackedMatrix
 from quire.loader.gguf_quants import dequantize
-from quire.ops import activation, draw, norm
-from quire.ops.draw import draw_within
+from quire.ops import activation, norm, sample
+from quire.ops.sample import sample_within
 from quire.ops.scale import soft_cap
 from tests.attention.test_cpu_native import native
 from tests.attention.test_torch_ref import dense
@@ -269,18 +269,18 @@ def test_draws(isa: str, size: int, limits: tuple[float, float, float]) -> None:
     parameters = torch.tensor([(0.9, *limits)] * 18, dtype=torch.float64).T.contiguous()
     parameters[0, 7] = 1e-3
     with using(isa, threads=2):
-        found, highest = ops.draw_within(logits, parameters, seeds, positions)
+        found, highest = ops.sample_within(logits, parameters, seeds, positions)
         part = slice(5, 9)
-        alone = ops.draw_within(logits[part], parameters[:, part], seeds[part], positions[part])
+        alone = ops.sample_within(logits[part], parameters[:, part], seeds[part], positions[part])
         ids, best = ops.first_max(logits)
-    expected, expected_highest = draw_within(logits, parameters, seeds, positions)
+    expected, expected_highest = sample_within(logits, parameters, seeds, positions)
     fine = expected_highest.isfinite()
     assert torch.equal(found[fine], expected[fine]), "a row that broke may have any token"
     assert ((found >= 0) & (found < size)).all()
     assert_bits(highest, expected_highest)
     assert torch.equal(alone[0], found[part])
-    assert torch.equal(ids[~best.isnan()], draw.first_max(logits)[0][~best.isnan()])
-    assert_bits(best, draw.first_max(logits)[1])
+    assert torch.equal(ids[~best.isnan()], sample.first_max(logits)[0][~best.isnan()])
+    assert_bits(best, sample.first_max(logits)[1])
 
 
 @each_instruction_set

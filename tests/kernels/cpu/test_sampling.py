@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.cpu import candidates, ops
-from quire.ops.draw import draw_within
-from quire.ops.draw import first_max as expected_first_max
 from quire.ops.gumbel import gumbel_noise
+from quire.ops.sample import first_max as expected_first_max
+from quire.ops.sample import sample_within
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
 pytestmark = needs_library
@@ -67,8 +67,8 @@ def test_draws_are_the_references(data: st.DataObject, rows: int, size: int, isa
     chosen = data.draw(st.lists(limits, min_size=rows, max_size=rows))
     parameters = torch.tensor(chosen, dtype=torch.float64).T.contiguous()
     with using(isa, threads=data.draw(st.integers(1, 3))):
-        tokens, highest = ops.draw_within(logits, parameters, seeds, positions)
-    expected, expected_highest = draw_within(logits, parameters, seeds, positions)
+        tokens, highest = ops.sample_within(logits, parameters, seeds, positions)
+    expected, expected_highest = sample_within(logits, parameters, seeds, positions)
     assert torch.equal(tokens, expected)
     assert torch.equal(highest, expected_highest)
 
@@ -93,19 +93,19 @@ def test_draws_among_the_offers_of_ranks(data: st.DataObject, rows: int, size: i
     )
     without = st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.just(-torch.inf), st.just(0), st.just(1.0))
     chosen = data.draw(st.lists(st.one_of(with_k, without), min_size=rows, max_size=rows))
-    drawn = torch.tensor(chosen, dtype=torch.float64).T.contiguous(), seeds, positions
+    sampled = torch.tensor(chosen, dtype=torch.float64).T.contiguous(), seeds, positions
     ranks = data.draw(st.integers(1, min(5, size)))
     share = -(-size // ranks)
     starts = range(0, size, share)
     with using(isa, threads=data.draw(st.integers(1, 3))):
-        for count, of_rows in ((64, drawn), (1, None)):
+        for count, of_rows in ((64, sampled), (1, None)):
             offers = [
                 candidates.offer_candidates(logits[:, start : start + share], start, count, of_rows)
                 for start in starts
             ]
-            tokens, highest = candidates.draw_among(torch.cat(offers, dim=1), len(starts), of_rows)
-            parameters = drawn[0] if of_rows is not None else torch.zeros(4, rows, dtype=torch.float64)
-            expected, expected_highest = ops.draw_within(logits, parameters, seeds, positions)
+            tokens, highest = candidates.sample_among(torch.cat(offers, dim=1), len(starts), of_rows)
+            parameters = sampled[0] if of_rows is not None else torch.zeros(4, rows, dtype=torch.float64)
+            expected, expected_highest = ops.sample_within(logits, parameters, seeds, positions)
             assert torch.equal(highest, expected_highest)
             sound = highest < torch.inf
             assert torch.equal(tokens[sound], expected[sound])
@@ -124,9 +124,9 @@ def test_every_bit_of_the_noise_counts(isa: str) -> None:
     logits = -gumbel_noise(seeds, positions, 10001)
     logits[:, 777] += 1e-3
     with using(isa):
-        assert ops.draw_within(logits, free(3), seeds, positions)[0].tolist() == [777, 777, 777]
+        assert ops.sample_within(logits, free(3), seeds, positions)[0].tolist() == [777, 777, 777]
         logits[:, 777] -= 2e-3
-        assert ops.draw_within(logits, free(3), seeds, positions)[0].tolist() == [0, 0, 0]
+        assert ops.sample_within(logits, free(3), seeds, positions)[0].tolist() == [0, 0, 0]
 
 
 @each_instruction_set
@@ -141,9 +141,9 @@ def test_a_token_with_much_noise_wins_from_far_below(isa: str) -> None:
     logits[line, first] = 0.0
     logits[line, luckiest] = noise[line, first] - noise[line, luckiest] + 1e-3
     with using(isa, threads=2):
-        assert torch.equal(ops.draw_within(logits, free(20), seeds, positions)[0].long(), luckiest)
+        assert torch.equal(ops.sample_within(logits, free(20), seeds, positions)[0].long(), luckiest)
         logits[line, luckiest] -= 2e-3
-        assert torch.equal(ops.draw_within(logits, free(20), seeds, positions)[0].long(), first)
+        assert torch.equal(ops.sample_within(logits, free(20), seeds, positions)[0].long(), first)
 
 
 @each_instruction_set
@@ -153,8 +153,8 @@ def test_rows_do_not_depend_on_the_batch(isa: str) -> None:
     parameters = free(64)
     parameters[2, ::3], parameters[3, ::2] = 40.0, 0.9
     with using(isa):
-        whole = ops.draw_within(logits, parameters, seeds, positions)[0]
+        whole = ops.sample_within(logits, parameters, seeds, positions)[0]
         for start, count in ((0, 1), (63, 1), (5, 7), (30, 33)):
             part = slice(start, start + count)
-            found = ops.draw_within(logits[part], parameters[:, part], seeds[part], positions[part])[0]
+            found = ops.sample_within(logits[part], parameters[:, part], seeds[part], positions[part])[0]
             assert torch.equal(found, whole[part])

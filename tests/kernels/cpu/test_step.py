@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.cpu import library
 from quire.kernels.cpu.step import append_greedy
 from quire.ops.base import Op
-from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
+from quire.ops.candidates import OFFER_CANDIDATES, SAMPLE_AMONG
 from quire.ops.shaping import EDIT_LOGITS, KEEP_ALLOWED, PENALIZE
 from quire.ops.step import APPEND_GREEDY, APPEND_TOKENS, GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING, PLACE_DRAFTS
 from quire.types.status import BAD_LOGITS, OK
@@ -20,7 +20,7 @@ from tests.ops.inputs import INPUTS
 
 OPS = (
     *(PLACE_DRAFTS, GATHER_MIXED, GATHER_SAMPLING, KEEP_ALLOWED, EDIT_LOGITS, PENALIZE, APPEND_TOKENS, APPEND_GREEDY),
-    *(OFFER_CANDIDATES, DRAW_AMONG, GATHER_DECODE),
+    *(OFFER_CANDIDATES, SAMPLE_AMONG, GATHER_DECODE),
 )
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")

@@ -350,14 +350,14 @@ def sampling(all_shapes: bool) -> None:
     for dtype in (BF16, torch.float32):
         logits = numbers(rows, VOCAB, dtype=dtype)
         for some in (rows, 3, 1):
-            sampling.draw_within(logits[:some], numbers(4, some, dtype=torch.float64), index[:some], index[:some])
+            sampling.sample_within(logits[:some], numbers(4, some, dtype=torch.float64), index[:some], index[:some])
         for count in (0, 5, 20) if all_shapes else (5,):
             logprobs.logprobs(logits, index, count)
         step.append_greedy(logits, index, token_ids, known, known, rows)
-    drawn = numbers(4, rows, dtype=torch.float64), index, index
-    for count, of_rows in ((1, None), (64, drawn)):
+    sampled = numbers(4, rows, dtype=torch.float64), index, index
+    for count, of_rows in ((1, None), (64, sampled)):
         offers = candidates.offer_candidates(numbers(rows, VOCAB // 2), VOCAB // 2 + 1, count, of_rows)
-        candidates.draw_among(offers.repeat(1, 2), 2, of_rows)
+        candidates.sample_among(offers.repeat(1, 2), 2, of_rows)
     highest = numbers(rows, dtype=torch.float32)
     step.append_tokens(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
     tables, starts = torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int32)

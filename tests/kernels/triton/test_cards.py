@@ -53,7 +53,7 @@ VARIANTS = {
     "sampling": {
         "_scan_kernel": 3,
         "_limits_kernel": 2,
-        "_draw_kernel": 4,
+        "_sample_kernel": 4,
         "_measure_kernel": 2,
         "_finish_kernel": 2,
     },

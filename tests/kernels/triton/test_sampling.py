@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.draw import draw_within as reference
 from quire.ops.gumbel import gumbel_noise
+from quire.ops.sample import sample_within as reference
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import needs_triton
-from tests.ops.inputs.draw_within import generate_inputs
+from tests.ops.inputs.sample_within import generate_inputs
 
 pytestmark = needs_triton
 
 
 def run(*inputs: Tensor) -> tuple[list[int], list[float]]:
-    from quire.kernels.triton.sampling import draw_within
+    from quire.kernels.triton.sampling import sample_within
 
-    tokens, highest = draw_within(*(value.to(DEVICE) for value in inputs))
+    tokens, highest = sample_within(*(value.to(DEVICE) for value in inputs))
     return tokens.tolist(), highest.tolist()
 
 
@@ -74,7 +74,7 @@ def test_groups_of_tokens_give_the_same_as_all_of_them(top_k: int, steps: float)
 
 
 def test_more_rounds_than_run_on_all_programs() -> None:
-    """With a low top_p the first tokens drawn are mostly outside of it."""
+    """With a low top_p the first tokens sampled are mostly outside of it."""
     rows, size = 3, 9001
     logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
     inputs = (logits, parameters(1.0, -torch.inf, 0, 0.002, rows), torch.arange(rows), torch.arange(rows))

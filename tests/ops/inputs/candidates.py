@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.candidates import Drawn, offer_candidates
-from tests.ops.inputs.draw_within import generate_inputs
+from quire.ops.candidates import SampledRows, offer_candidates
+from tests.ops.inputs.sample_within import generate_inputs
 
 
-def _rows(seed: int) -> tuple[Tensor, Drawn | None]:
+def _rows(seed: int) -> tuple[Tensor, SampledRows | None]:
     """Rows whose limits offers can keep; every third time all are greedy."""
     logits, parameters, *keys = generate_inputs(seed)
     unlimited = parameters[2] == 0.0
@@ -18,19 +18,19 @@ def _rows(seed: int) -> tuple[Tensor, Drawn | None]:
     return logits, None if seed % 3 == 2 else (parameters, keys[0], keys[1])
 
 
-def generate_offer(seed: int) -> tuple[Tensor, int, int, Drawn | None]:
-    logits, drawn = _rows(seed)
-    return logits, seed % 5 * 333, 1 if drawn is None else 32, drawn
+def generate_offer(seed: int) -> tuple[Tensor, int, int, SampledRows | None]:
+    logits, sampled = _rows(seed)
+    return logits, seed % 5 * 333, 1 if sampled is None else 32, sampled
 
 
-def generate_among(seed: int) -> tuple[Tensor, int, Drawn | None]:
-    logits, drawn = _rows(seed)
+def generate_among(seed: int) -> tuple[Tensor, int, SampledRows | None]:
+    logits, sampled = _rows(seed)
     ranks = min(1 + seed % 4, logits.shape[1])
     slices = logits.tensor_split(ranks, dim=1)
     starts = [sum(part.shape[1] for part in slices[:rank]) for rank in range(ranks)]
-    count = 1 if drawn is None else 32
-    offers = [offer_candidates(part, start, count, drawn) for part, start in zip(slices, starts, strict=True)]
-    return torch.cat(offers, dim=1), ranks, drawn
+    count = 1 if sampled is None else 32
+    offers = [offer_candidates(part, start, count, sampled) for part, start in zip(slices, starts, strict=True)]
+    return torch.cat(offers, dim=1), ranks, sampled
 
 
-INPUTS = {"offer_candidates": generate_offer, "draw_among": generate_among}
+INPUTS = {"offer_candidates": generate_offer, "sample_among": generate_among}

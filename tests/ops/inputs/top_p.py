@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/draw.py."""
+"""Inputs of the ops in quire/ops/sample.py."""
 
 from __future__ import annotations
 

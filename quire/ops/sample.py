@@ -136,7 +136,7 @@ def keep_top_p(logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor:
 KEEP_TOP_P = Op(keep_top_p, 0.0)
 
 
-def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each line of logits [m, vocab_size], and its highest logit: [m] int32, [m] float32.
 
     parameters [4, m] float64: temperature (0 is greedy), the logarithm of min_p (-inf: none), top_k
@@ -167,4 +167,4 @@ def within_limits(logits: Tensor, parameters: Tensor) -> Tensor:
     return torch.where((top_p < 1.0).unsqueeze(1), within_p, scaled)
 
 
-DRAW_WITHIN = Op(draw_within, 0.0, triton("sampling", F32), native())
+SAMPLE_WITHIN = Op(sample_within, 0.0, triton("sampling", F32), native())

@@ -1,6 +1,6 @@
-// The draw of a token within temperature, min_p, top_k and top_p: see ops/draw.py, whose tokens it gives.
+// The draw of a token within temperature, min_p, top_k and top_p: see ops/sample.py, whose tokens it gives.
 //
-// The tokens that may be drawn are found first, and noise is made for them alone. Those that cannot matter, being too far
+// The tokens that may be sampled are found first, and noise is made for them alone. Those that cannot matter, being too far
 // below the likeliest one, are never looked at twice.
 #include "noise.h"
 
@@ -167,7 +167,7 @@ void keep_first(Tokens& tokens, int64_t top_k) {
     if (tokens.count > top_k) keep_prefix(tokens, top_k, [](int64_t) { return (int64_t)1; });
 }
 
-// Leave what top_p lets be drawn of tokens that are all there are.
+// Leave what top_p lets be sampled of tokens that are all there are.
 void keep_top_p(Tokens& tokens, float top, double top_p) {
     weigh(tokens.scaled, tokens.count, top, tokens.weights);
     const int64_t needed = needed_of(sum_of(tokens.weights, tokens.count), top_p);
@@ -189,7 +189,7 @@ void collect_first(const Row& row, const Limits& limits, float top, float lowest
     keep_first(tokens, limits.top_k);
 }
 
-// Leave what top_k and top_p let be drawn. `lowest` is min_p's limit.
+// Leave what top_k and top_p let be sampled. `lowest` is min_p's limit.
 void apply_limits(const Row& row, const Limits& limits, float top, float lowest, Tokens& tokens) {
     const auto above = [&](int d) { return above_depth(row, limits.temperature, top, lowest, d); };
     if (limits.has_k(row.size)) {
@@ -284,7 +284,7 @@ bool is_greedy(const Limits& limits, float highest) {
 
 }  // namespace
 
-void draw_within(const float* logits, const double* parameters, const int64_t* seeds, const int64_t* positions,
+void sample_within(const float* logits, const double* parameters, const int64_t* seeds, const int64_t* positions,
                  int64_t rows, int64_t size, int64_t stride, int32_t* tokens, float* highest) {
     int64_t* likeliest = (int64_t*)scratch(4, sizeof(int64_t) * rows);
     first_max(logits, rows, size, stride, likeliest, highest);
@@ -334,7 +334,7 @@ void offer_candidates(const float* logits, const double* parameters, const int64
     });
 }
 
-void draw_among(const float* offers, const double* parameters, const int64_t* seeds, const int64_t* positions,
+void sample_among(const float* offers, const double* parameters, const int64_t* seeds, const int64_t* positions,
                 int64_t ranks, int64_t count, int64_t rows, int32_t* tokens, float* highest) {
     const int64_t width = 1 + 2 * count;
     for (int64_t r = 0; r < rows; ++r) {

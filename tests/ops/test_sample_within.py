@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.draw import draw_within
 from quire.ops.gumbel import gumbel_noise
-from tests.ops.inputs.draw_within import generate_inputs
+from quire.ops.sample import sample_within
+from tests.ops.inputs.sample_within import generate_inputs
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 20).filter(lambda seed: seed % 4 < 2))
 def test_against_plain_python(seed: int) -> None:
     logits, parameters, seeds, positions = generate_inputs(seed)
-    tokens, highest = draw_within(logits, parameters, seeds, positions)
+    tokens, highest = sample_within(logits, parameters, seeds, positions)
     noise = gumbel_noise(seeds, positions, logits.shape[1])
     for row, (temperature, log_min_p, top_k, top_p) in enumerate(parameters.T.tolist()):
         line = logits[row].tolist()
@@ -39,6 +39,6 @@ def test_a_broken_row_is_told_by_its_highest_logit() -> None:
     logits = torch.zeros(2, 10)
     logits[0, 3] = torch.nan
     parameters = torch.tensor([[0.8, 0.8], [-math.inf, -math.inf], [0.0, 0.0], [0.9, 0.9]], dtype=torch.float64)
-    tokens, highest = draw_within(logits, parameters, torch.arange(2), torch.arange(2))
+    tokens, highest = sample_within(logits, parameters, torch.arange(2), torch.arange(2))
     assert highest.tolist() == [math.inf, 0.0]
     assert all(0 <= token < 10 for token in tokens.tolist())

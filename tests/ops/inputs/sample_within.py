@@ -1,4 +1,4 @@
-"""Inputs of the ops in quire/ops/draw.py."""
+"""Inputs of the ops in quire/ops/sample.py."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, parameters, seeds, torch.randint(0, 2**40, (rows,), generator=generator)
 
 
-INPUTS = {"draw_within": generate_inputs}
+INPUTS = {"sample_within": generate_inputs}

@@ -1,4 +1,4 @@
-"""temperature, min_p, top_k and top_p of a row, as the op draw_within reads them."""
+"""temperature, min_p, top_k and top_p of a row, as the op sample_within reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from quire.types.sampling import SamplingParams
 
 
-def draw_parameters(params: SamplingParams, vocab_size: int) -> tuple[float, float, int, float]:
+def sampling_parameters(params: SamplingParams, vocab_size: int) -> tuple[float, float, int, float]:
     """Zeros, as of a row that was never set, are greedy."""
     if params.greedy:
         return 0.0, -math.inf, 0, 1.0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quire.runner.sampling.draw import draw_parameters
+from quire.runner.sampling.parameters import sampling_parameters
 from quire.types.sampling import SamplingParams
 
 
@@ -19,4 +19,4 @@ from quire.types.sampling import SamplingParams
     ],
 )
 def test_what_a_row_is_drawn_by(params: SamplingParams, expected: tuple[float, ...]) -> None:
-    assert draw_parameters(params, 1000) == expected
+    assert sampling_parameters(params, 1000) == expected
