@@ -64,7 +64,7 @@ def _sort_kernel(
 @triton.jit
 def _write_tiles(tiles_ptr, num_tiles, expert, lower, count, TILE: tl.constexpr):
     """The tiles of an expert that has `count` slots behind `lower` of experts before it."""
-    # The first of them: experts before it are at most so many with slots, and have no more tiles than that.
+    # At most min(expert, lower) experts before this one have slots: each has one tile that is not full, at most.
     first_tile = tl.minimum(expert, lower) + lower // TILE
     end_tile = tl.minimum(expert + 1, lower + count) + (lower + count) // TILE
     is_last = expert == tl.num_programs(0) - 1
