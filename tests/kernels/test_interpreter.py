@@ -1,9 +1,10 @@
-"""The interpreter computes the same with the work left out that changes nothing."""
+"""The interpreter computes the same with the work left out that changes nothing; its matmuls add in one order."""
 
 from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 
 from tests.kernels import interpreter
@@ -51,3 +52,30 @@ def test_formats_are_those_of_triton() -> None:
         *["uint64"] * len(dtypes),
     ]
     assert [known(dtype) for dtype in blocks] == [known(dtype) for dtype in wholes]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8])
+def test_a_matmul_has_the_bits_of_its_parts(dtype: type) -> None:
+    """NumPy's libraries add in an order that follows the shape on some processors."""
+    numbers = np.random.default_rng(0)
+    a, b = (numbers.normal(size=size).astype(np.float32) * 16 for size in ((3, 33, 70), (3, 70, 48)))
+    a, b = a.astype(dtype), b.astype(dtype)
+    total = np.int32 if dtype is np.int8 else np.float32
+    whole = interpreter.ordered_matmul(a, b, total)
+    assert whole.dtype == total
+    np.testing.assert_allclose(whole, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-4, atol=1e-2)
+    for rows, columns in ((1, 1), (7, 48), (33, 16)):
+        some = interpreter.ordered_matmul(a[0, -rows:], b[0, :, :columns], total)
+        assert np.array_equal(some, whole[0, -rows:, :columns])
+
+
+def test_kernels_multiply_in_that_order() -> None:
+    from triton.runtime import interpreter as of_triton
+
+    assert interpreter.hasten()
+    builder, tl = of_triton.interpreter_builder, of_triton.tl
+    numbers = np.random.default_rng(0)
+    a, b = (of_triton.TensorHandle(numbers.normal(size=(64, 64)).astype(np.float32), tl.float32) for _ in range(2))
+    nothing = of_triton.TensorHandle(np.zeros((64, 64), np.float32), tl.float32)
+    found = builder.create_dot(a, b, nothing, None, None).data
+    assert np.array_equal(found, interpreter.ordered_matmul(a.data, b.data, np.float32))
