@@ -67,9 +67,11 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=24, help="how many to print")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--most-experts", type=int, help="that tokens of a layer are routed to")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rows", action="store_true")
     args = parser.parse_args()
-    bench = Bench(args.model, most_experts=args.most_experts, deterministic=args.deterministic)
+    settings = {"deterministic": args.deterministic, "kv_cache_dtype": args.kv_cache_dtype}
+    bench = Bench(args.model, most_experts=args.most_experts, **settings)
     print(f"ready in {bench.ready:.1f} s", flush=True)
     for batch in args.batches:
         show_decode(bench, batch, args.kernels)

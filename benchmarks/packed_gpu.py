@@ -1,10 +1,11 @@
 """Matmuls with packed weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
 
-    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8] [--rows 1 16 64 256] [--best 4] [--out FILE]
+    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--best 4]
+                                    [--out FILE]
 
-Shapes are those of llama-8b (groups of 128 with zero points) and of the experts of gpt-oss-20b and qwen3-30b-a3b
-(fp8, 128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in
-the L2 cache. Kernels are compiled first, by all cores.
+Shapes are those of llama-8b (int4 in groups of 128 with zero points; dense fp8 in 128x128 blocks) and of the experts
+of gpt-oss-20b, qwen3-30b-a3b (fp8) and DeepSeek-V3 (large), with uniform routing. Each time is of a CUDA graph over
+several weights, so that none is in the L2 cache. Kernels are compiled first, by all cores.
 """
 
 from __future__ import annotations
@@ -38,10 +39,34 @@ INT4 = {
 }
 MXFP4 = {"gate_up": (5760, 2880, "clamped_swiglu"), "down": (2880, 2880, "")}
 FP8 = {"gate_up": (1536, 2048, "silu"), "down": (2048, 768, "")}
-SHAPES = {"int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
-EXPERTS, TOP_K = {"int4": 1, "mxfp4": 32, "fp8": 128}, {"int4": 1, "mxfp4": 4, "fp8": 8}
-BYTES = {"int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128}  # of a weight
-PIECES = {"int4": 128, "mxfp4": 64, "fp8": 128}
+FP8_LARGE = {"gate_up": (4096, 7168, "silu"), "down": (7168, 2048, "")}
+SHAPES = {"int4": INT4, "mxfp4": MXFP4, "fp8": FP8, "fp8-large": FP8_LARGE, "fp8-dense": INT4}
+EXPERTS = {"int4": 1, "mxfp4": 32, "fp8": 128, "fp8-large": 256, "fp8-dense": 1}
+TOP_K = {"mxfp4": 4, "fp8": 8, "fp8-large": 8}
+BYTES = dict.fromkeys(SHAPES, 1 + 4 / 128) | {"int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 1 / 32}  # of a weight
+PIECES = dict.fromkeys(SHAPES, 128) | {"mxfp4": 64}
+# Of bytes: tiles of slots, lines and columns, warps and stages. Few lines or warps have the smaller matrix
+# instructions, whose operand bytes are read by words.
+BYTE_TILES = {
+    64: [(16, 64, 2, 4), (16, 64, 2, 6), (16, 64, 4, 4), (16, 128, 2, 4), (16, 32, 2, 6)],
+    256: [(32, 64, 4, 4), (32, 64, 2, 4), (32, 32, 2, 4), (64, 64, 2, 3), (64, 64, 4, 4), (64, 128, 4, 4)],
+    1024: [(32, 64, 2, 4), (64, 64, 2, 3), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4), (64, 32, 4, 4)],
+}
+BYTE_WIDE = {
+    64: [(16, 32, 4, 4), (16, 32, 4, 6), (16, 32, 2, 4), (16, 32, 2, 6), (16, 64, 2, 4), (16, 64, 2, 6)],
+    256: [(32, 32, 4, 4), (32, 32, 2, 4), (32, 64, 2, 4), (64, 32, 4, 4), (32, 64, 4, 4)],
+    1024: [(32, 32, 4, 4), (32, 64, 2, 4), (64, 32, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (128, 32, 4, 4)],
+}
+DENSE_TILES = {
+    16: [(16, 64, 2, 4), (16, 128, 4, 4)],
+    64: [(64, 64, 4, 4), (64, 128, 8, 4), (64, 64, 2, 3)],
+    256: [(128, 128, 8, 3)],
+}
+DENSE_WIDE = {
+    16: [(16, 32, 2, 4), (16, 64, 2, 4), (16, 128, 4, 4), (16, 64, 4, 4)],
+    64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (64, 32, 2, 4), (64, 32, 4, 4)],
+    256: [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3)],
+}
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
@@ -65,6 +90,14 @@ class Way(NamedTuple):
 
 def ways(rows: int, kind: str) -> Iterator[Way]:
     piece = PIECES[kind]
+    if rows > 1 and kind.startswith("fp8"):
+        tiles, copied = (DENSE_TILES, DENSE_WIDE) if kind == "fp8-dense" else (BYTE_TILES, BYTE_WIDE)
+        most = min((size for size in tiles if size >= rows), default=max(tiles))
+        for name, shapes in (("tiles", tiles[most]), ("wide", copied[most])):
+            for bt, bn, warps, stages in shapes:
+                for count in (1, 2, 4, 8) if kind == "fp8-dense" else (1,):
+                    yield Way(name, bt, bn, warps, stages, count, piece)
+        return
     if rows == 1:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), parts in product(cuts, [1, 2, 4]):
@@ -92,8 +125,6 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
             wide_splits = [1]
     for (bt, bn, warps, stages), count in product(shapes, splits):
         yield Way("tiles", bt, bn, warps, stages, count, piece)
-    if kind == "fp8":  # bytes are not copied
-        return
     for (bt, bn, bk, warps, stages), count in product(wide, wide_splits):
         yield Way("wide", bt, bn, warps, stages, count, bk)
         if piece == 128 and rows > 16:
@@ -101,9 +132,9 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
 
 
 def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
-    if kind == "fp8":
+    if kind.startswith("fp8"):
         blocks = torch.rand(experts, n // 128, k // 128, device="cuda") / 256
-        codes = torch.randn(experts, n, k, device="cuda").to(torch.float8_e4m3fn)
+        codes = torch.randint(0, 120, (experts, n, k), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
         return PackedWeight(codes, blocks.repeat_interleave(128, 1))
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
     if kind == "mxfp4":
@@ -114,16 +145,18 @@ def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
     return PackedWeight(codes, scales, zeros)
 
 
-def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callable[[], Tensor]]:
+def calls(
+    kind: str, name: str, rows: int, way: Way, copies: int, most_experts: int | None = None
+) -> list[Callable[[], Tensor]]:
     """The matmul over different weights."""
     n, k, activation = SHAPES[kind][name]
     torch.manual_seed(0)
-    if kind == "int4":
+    if EXPERTS[kind] == 1:
         slots, ids, per_row = None, None, 1
         x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(1, n, k, kind) for _ in range(copies)]
     else:
-        experts, top_k = EXPERTS[kind], TOP_K[kind]
+        experts, top_k = min(EXPERTS[kind], most_experts or EXPERTS[kind]), TOP_K[kind]
         ids = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].to(torch.int32)
         slots = None if way.kind in ("rows", "fragments") else sort_slots(ids, experts, way.bt)
         per_row = top_k if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
@@ -149,13 +182,13 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
 
 def floor_us(kind: str, name: str, rows: int) -> float:
     n, k, _ = SHAPES[kind][name]
-    experts = EXPERTS[kind] * (1 - (1 - TOP_K[kind] / EXPERTS[kind]) ** rows)
+    experts = EXPERTS[kind] * (1 - (1 - TOP_K.get(kind, 1) / EXPERTS[kind]) ** rows)
     return experts * n * k * BYTES[kind] / BANDWIDTH * 1e6
 
 
 def compile_one(case: tuple[str, str, int, Way]) -> None:
     try:
-        calls(*case, copies=1)[0]()
+        calls(*case, copies=1, most_experts=8)[0]()
         torch.cuda.synchronize()
     except Exception as error:  # a shape that does not fit is no candidate
         print("left out", case, type(error).__name__, flush=True)
@@ -165,7 +198,7 @@ def time_one(case: tuple[str, str, int, Way]) -> float:
     kind, name, _, _ = case
     n, k, _ = SHAPES[kind][name]
     each = int(n * k * BYTES[kind]) * EXPERTS[kind]
-    run = calls(*case, copies=max(2, IN_TURN // each))
+    run = calls(*case, copies=1 if each > IN_TURN else max(2, IN_TURN // each))
     run[0]()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

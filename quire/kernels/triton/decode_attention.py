@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, first_seen, heads_of, kv_stages, launch_options
+from quire.kernels.triton.widen import widened
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 
@@ -86,8 +87,8 @@ def _split_kernel(
         cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         at = cell[:, None] + dims[None, :]
         mask = visible[:, None] & in_head[None, :]  # what is not seen is not read: it may be anything
-        k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
+        k = widened(tl.load(cache_ptr + at, mask=mask, other=0.0), q.dtype)
+        v = widened(tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_CAP:
             scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, kv_stages, launch_options, padded_dim
+from quire.kernels.triton.widen import widened
 
 KEYS = 64  # of a tile
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
@@ -149,7 +150,7 @@ def _even_kernel(
         heads = kv_head * GROUP + queries
         q_at = (place.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptr + q_at, mask=of_query, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
         if HAS_CAP:
             scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
         scores = tl.where(visible[None, :], scores, float("-inf"))
@@ -158,7 +159,7 @@ def _even_kernel(
         weights = tl.exp(scores - highest[:, None])
         decay = tl.exp(before - highest)
         weight = weight * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), widened(v, q.dtype), input_precision="ieee")
         is_last = (size & LAST) != 0
         if is_last | (at == end - 1):
             first = kv_head * total + tl.load(starts_ptr + place)

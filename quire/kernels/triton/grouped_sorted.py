@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, gated
 from quire.kernels.triton.launch import FUSED, has_large_tiles
+from quire.kernels.triton.widen import rounded
 
 _ALIGNMENT = 16  # bytes, of what the copies begin at
 
@@ -80,7 +81,7 @@ def _sorted_kernel(
             up += tl.load(bias + width, mask=out_mask, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":  # of what the matmul alone would be, rounded
         kind = out_ptr.dtype.element_ty
-        acc = gated(acc.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION)
+        acc = gated(rounded(acc, kind), rounded(up, kind), ACTIVATION)
     if SCATTER:
         places = slots
     at = places.to(tl.int64)[:, None] * width + outputs[None, :]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels.triton.latent import kept_as
 from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim
+from quire.kernels.triton.widen import widened
 
 _KEYS = 128  # of a program
 _BLOCK = 2048  # scores that are looked at together
@@ -168,7 +169,7 @@ def _scores_kernel(
         scales = _scales(tl.load(exponents_ptr + line, mask=exists, other=0))
         scores = tl.sum(products * weights[:, None], axis=0) * scales
     else:
-        products = tl.maximum(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), 0.0)
+        products = tl.maximum(tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee"), 0.0)
         scores = tl.sum(products * weights[:, None], axis=0)
     tl.store(scores_ptr + tl.program_id(0).to(tl.int64) * width + keys, scores, mask=exists)
 

@@ -16,6 +16,7 @@ from quire.kernels.triton.launch import (
     prefetch_tile,
     wait_for_predecessor,
 )
+from quire.kernels.triton.widen import widened
 
 _OUTPUTS = 128  # of a program
 _SOME_TOKENS = 256  # that leave multiprocessors without work
@@ -153,7 +154,7 @@ def _prepare_kernel(
         weight = tl.load(
             up + inner[:, None] * RANK + outputs[None, :], mask=in_nope[:, None] & in_rank[None, :], other=0.0
         )
-        absorbed = tl.dot(x, weight.to(x.dtype), input_precision="ieee").to(query_ptr.dtype.element_ty)
+        absorbed = tl.dot(x, widened(weight, x.dtype), input_precision="ieee").to(query_ptr.dtype.element_ty)
         at = out + tokens[:, None] * (NUM_HEADS * WIDTH)
         tl.store(at + outputs[None, :], absorbed, mask=inside[:, None] & in_rank[None, :])
         if part == 0:
@@ -200,7 +201,7 @@ def _per_head_kernel(
             mask=(k < K)[:, None] & (outputs < N)[None, :],
             other=0.0,
         )
-        acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
+        acc = tl.dot(x, widened(weight, x.dtype), acc, input_precision="ieee")
     at = out_ptr + (tokens * NUM_HEADS + head)[:, None] * N + outputs[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (outputs < N)[None, :])
 

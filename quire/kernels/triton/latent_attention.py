@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels.triton.latent import Segments, segment_shares
 from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim, shared_memory, stages_within
 from quire.kernels.triton.segments import _column_sums, fold, line_sums, nothing
+from quire.kernels.triton.widen import widened
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
 MAX_HEADS = 32  # of a program: sums of more, on their way to memory, take more than there is of shared memory
@@ -51,10 +52,10 @@ def _take_in(
     exists = keys < end
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     line = cache_ptr + (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * line_stride
-    latent = tl.load(line + dims[None, :], mask=exists[:, None] & (dims < RANK)[None, :], other=0.0).to(q.dtype)
-    shared = tl.load(
-        line + RANK + rope_dims[None, :], mask=exists[:, None] & (rope_dims < ROPE)[None, :], other=0.0
-    ).to(q.dtype)
+    in_latent = exists[:, None] & (dims < RANK)[None, :]
+    latent = widened(tl.load(line + dims[None, :], mask=in_latent, other=0.0), q.dtype)
+    in_rope = exists[:, None] & (rope_dims < ROPE)[None, :]
+    shared = widened(tl.load(line + RANK + rope_dims[None, :], mask=in_rope, other=0.0), q.dtype)
     scores = tl.dot(q_rope, tl.trans(shared), input_precision="ieee")
     scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee")
     to_base_2 = scale * 1.4426950408889634

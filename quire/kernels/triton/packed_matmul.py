@@ -20,7 +20,6 @@ from quire.kernels.triton.grouped_matmul import GroupedShape, activated, empty_s
 from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
 from quire.kernels.triton.matmul import arrival_counters
 from quire.kernels.triton.packed_values import (
-    byte_values,
     fine_bytes,
     fine_slice,
     fine_slices,
@@ -33,6 +32,7 @@ from quire.kernels.triton.packed_values import (
     zero_of,
 )
 from quire.kernels.triton.tile_matmul import add_splits, lines_of
+from quire.kernels.triton.widen import byte_values
 
 
 @triton.jit
@@ -63,7 +63,6 @@ def _add_bytes(
     KIND: tl.constexpr,
     FINE: tl.constexpr,
     GROUP: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     kind: tl.constexpr,
@@ -78,10 +77,10 @@ def _add_bytes(
         x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
         if FINE:
             at = groups + start // GROUP
-            values = fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, NATIVE_FP8, BN, BK, GROUP)
+            values = fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, BN, BK, GROUP)
             acc = tl.dot(values.to(kind), x, acc, input_precision="ieee")
         else:
-            values = byte_values(codes, kind, KIND, NATIVE_FP8)
+            values = byte_values(codes, kind, KIND)
             scale = scale_of(scale_ptr, groups + start // GROUP, line_mask)
             acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
     return acc
@@ -185,7 +184,6 @@ def _packed_kernel(
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
     SPLITS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -209,7 +207,7 @@ def _packed_kernel(
     if KIND == "int8" or KIND == "e4m3":
         acc = _add_bytes(
             acc, x_line, codes_ptr, scale_ptr, minimum_ptr, line, line_mask, inside, begin, end, K,
-            KIND, FINE, GROUP, NATIVE_FP8, BN, BK, kind,
+            KIND, FINE, GROUP, BN, BK, kind,
         )  # fmt: skip
     else:
         acc = _add_words(
@@ -266,7 +264,7 @@ def _unpack_kernel(
     if KIND == "int8" or KIND == "e4m3":
         columns = start + tl.arange(0, 64)
         codes = tl.load(codes_ptr + line[:, None] * K + columns[None, :], mask=mask[:, None], other=0)
-        values = byte_values(codes, tl.float32, KIND, False)
+        values = byte_values(codes, tl.float32, KIND)
         at = groups[:, None] + (columns // GROUP)[None, :]
         values = fine_values(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
         at = out_ptr + line[:, None] * K + columns[None, :]
@@ -339,12 +337,6 @@ def has_packed_arithmetic() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
 
 
-@cache
-def has_fp8_arithmetic() -> bool:
-    """Whether 8-bit floats are converted by an instruction."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
 def packed_tiles(
     x: Tensor,
     slots: SortedSlots | None,
@@ -398,7 +390,6 @@ def packed_tiles(
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),
-        NATIVE_FP8=has_fp8_arithmetic(),
         SPLITS=splits,
         BT=shape.bt,
         BN=shape.bn,

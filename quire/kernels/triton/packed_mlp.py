@@ -48,6 +48,13 @@ _WIDE_SHAPES = (
     (64, GroupedShape(64, 128, 64, 8, 4)),
 )
 _WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
+# The same of bytes, with an activation and without: two warps have the smaller matrix instructions, whose operands
+# are read as words of four; those of four warps are read by two bytes, which more slots make up for.
+_BYTE_SHAPES = (
+    (8, GroupedShape(16, 32, PIECE, 2, 4), GroupedShape(16, 64, PIECE, 2, 4)),
+    (24, GroupedShape(32, 64, PIECE, 2, 4), GroupedShape(32, 64, PIECE, 2, 4)),
+)
+_BYTE_MANY_SHAPE = GroupedShape(64, 64, PIECE, 4, 3)
 
 
 class _Experts(NamedTuple):
@@ -114,13 +121,17 @@ def _wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str,
 
 
 def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    """The same, every inner sum in one order for any number of rows."""
+    """The same, every inner sum in one order for any number of rows.
+
+    Bytes are not copied: their tiles have other matrix instructions for few rows than for many.
+    """
     _, n, k = weight.sizes
     given, splits, x = (weight, bias, activation), splits_of(n, k), _aligned(x)
     run = _linear
     if (
         x.shape[0]
         and wide_fits(x, weight)
+        and not weight.has_bytes
         and agrees(
             (_wide.__name__, _kind(weight), weight.group, activation, x.dtype),
             x[:MAX_ROWS_PACKED],
@@ -217,11 +228,23 @@ def _wide_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
     n, k = expert_ids.shape
     in_parts = in_parts and n <= _MAX_ROWS_APART
     num_experts = down.sizes[0]
-    shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
+    if gate_up.has_bytes and down.has_bytes:
+        gated, shape = _byte_shapes(n * k, num_experts)
+    else:
+        shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
+        gated = shape
     slots = sort_slots(expert_ids, num_experts, shape.bt)
-    a = packed_wide(gather_rows(x.contiguous(), slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
+    a = packed_wide(gather_rows(x.contiguous(), slots.order, k), slots, gate_up, gate_up_bias, gated, activation)
     y = packed_wide(a, slots, down, down_bias, shape, weights=weights if in_parts else None, scatter=True)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+
+
+def _byte_shapes(num_slots: int, num_experts: int) -> tuple[GroupedShape, GroupedShape]:
+    """Tiles of gate and up, and of down."""
+    for most, gated, shape in _BYTE_SHAPES:
+        if num_slots <= most * num_experts:
+            return gated, shape
+    return _BYTE_MANY_SHAPE, _BYTE_MANY_SHAPE
 
 
 def _sparse_mlp_in_tiles(x: Tensor, of: _Experts) -> Tensor:
@@ -256,6 +279,8 @@ def packed_sparse_mlp_fixed(
     if (
         x.shape[0]
         and wide_fits(x, gate_up, down)
+        and not gate_up.has_bytes
+        and not down.has_bytes
         and agrees(
             (_wide_sparse_mlp.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, False),
             x[:MAX_ROWS_PACKED],

@@ -16,9 +16,10 @@ from quire.kernels.packed import CHUNK, PackedWeight
 from quire.kernels.triton.grouped_matmul import _put_line, empty_slots
 from quire.kernels.triton.launch import allow_dependents, begin_dependent, launch_options, wait_for_predecessor
 from quire.kernels.triton.matmul import arrival_counters
-from quire.kernels.triton.packed_matmul import _kind, _parts, has_fp8_arithmetic
-from quire.kernels.triton.packed_values import byte_values, scale_of
+from quire.kernels.triton.packed_matmul import _kind, _parts
+from quire.kernels.triton.packed_values import scale_of
 from quire.kernels.triton.tile_matmul import add_splits, lines_of
+from quire.kernels.triton.widen import four_floats
 
 _FEW_BYTES = 512  # of a line at a time; twice as many of long ones
 
@@ -209,40 +210,6 @@ def _words_times_row(
 
 
 @triton.jit
-def _byte_values(words, KIND: tl.constexpr, ASM: tl.constexpr):
-    """The four bytes of words as float32."""
-    if KIND == "e4m3" and ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b;
-            .reg .b32 both;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 both, low;
-            mov.b32 {a, b}, both;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.rn.f16x2.e4m3x2 both, high;
-            mov.b32 {a, b}, both;
-            cvt.f32.f16 $2, a;
-            cvt.f32.f16 $3, b;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    kind: tl.constexpr = tl.uint8 if KIND == "e4m3" else tl.int8
-    a0 = byte_values((words & 255).to(kind), tl.float32, KIND, False)
-    a1 = byte_values(((words >> 8) & 255).to(kind), tl.float32, KIND, False)
-    a2 = byte_values(((words >> 16) & 255).to(kind), tl.float32, KIND, False)
-    a3 = byte_values(((words >> 24) & 255).to(kind), tl.float32, KIND, False)
-    return a0, a1, a2, a3
-
-
-@triton.jit
 def _bytes_times_row(
     x_ptr,
     codes_ptr,  # words of 32 bits
@@ -254,7 +221,6 @@ def _bytes_times_row(
     K,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    ASM: tl.constexpr,
     LINES: tl.constexpr,
     PIECES: tl.constexpr,  # at a time
     WORDS: tl.constexpr,  # of a piece, which has one scale
@@ -280,7 +246,7 @@ def _bytes_times_row(
         x2, x3 = _pair(x_ptr, 2 * (start + word) + 1, present, 0, 1.0)
         there = inside[:, None] & (start + piece < last)[None, :]
         scale = scale_of(scale_ptr, groups[:, None] + (4 * (start + piece) // GROUP)[None, :], there)
-        a0, a1, a2, a3 = _byte_values(words, KIND, ASM)
+        a0, a1, a2, a3 = four_floats(words, KIND)
         sums = a0 * x0[None, :, :]
         sums += a1 * x1[None, :, :]
         sums += a2 * x2[None, :, :]
@@ -344,7 +310,7 @@ def _packed_row_kernel(
     end = tl.minimum(begin + k_per_split, K)
     if KIND == "int8" or KIND == "e4m3":
         out = _bytes_times_row(
-            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, PIECES, BLOCK, WAITS
+            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, LINES, PIECES, BLOCK, WAITS
         )
     else:
         out = _words_times_row(
@@ -428,7 +394,7 @@ def packed_rows(
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         GROUP=weight.group,
-        ASM=has_fp8_arithmetic() if weight.has_bytes else torch.cuda.is_available(),
+        ASM=torch.cuda.is_available(),
         SPLITS=splits,
         LINES=lines,
         PIECES=pieces,

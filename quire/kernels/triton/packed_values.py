@@ -5,29 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _e4m3(codes, kind: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes that are 8-bit floats -> `kind`. Shifted to where a float16's exponent begins, they are a 256th."""
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(kind)
-    bits = ((codes & 0x80).to(tl.int16) << 8) | ((codes & 0x7F).to(tl.int16) << 7)
-    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(kind)
-
-
-@triton.jit
-def byte_values(codes, kind: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes that are 8-bit floats or integers -> `kind`."""
-    if KIND == "e4m3":
-        return _e4m3(codes, kind, NATIVE)
-    return codes.to(kind)
+from quire.kernels.triton.widen import byte_values, small_integers
 
 
 @triton.jit
 def scale_of(scale_ptr, at, mask):
     """Scales as float32; int8 are exponents of two, uint8 8-bit floats."""
     if scale_ptr.dtype.element_ty == tl.uint8:
-        return _e4m3(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, False)
+        return byte_values(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, "e4m3")
     if scale_ptr.dtype.element_ty == tl.int8:
         exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32) & 255
         return (exponent << 23).to(tl.float32, bitcast=True)
@@ -132,7 +117,7 @@ def slice_of(words, zero, SLICE: tl.constexpr, IS_FLOAT: tl.constexpr):
     if IS_FLOAT:  # shifted to where exponent and mantissa of a float16 begin, it is 2 ** -14 of what it means
         bits = ((codes & 7) << 9) | ((codes & 8) << 12)
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    return codes.to(tl.float32) + 128.0 - zero.to(tl.float32)
+    return small_integers(codes) + 128.0 - zero.to(tl.float32)
 
 
 @triton.jit
@@ -190,7 +175,6 @@ def fine_bytes(
     at,  # [LINES]: where the scale of the first column is
     mask,
     KIND: tl.constexpr,
-    NATIVE: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -198,7 +182,7 @@ def fine_bytes(
     """The weights of bytes, float32."""
     SPAN: tl.constexpr = GROUP if GROUP < COLUMNS else COLUMNS
     COUNT: tl.constexpr = COLUMNS // SPAN
-    values = byte_values(codes, tl.float32, KIND, NATIVE)
+    values = byte_values(codes, tl.float32, KIND)
     each = at[:, None] + tl.arange(0, COUNT)[None, :]
     return fine_values(values, scale_ptr, minimum_ptr, each, mask[:, None], LINES, COUNT, SPAN)
 

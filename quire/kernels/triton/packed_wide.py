@@ -1,4 +1,4 @@
-"""Matmuls with 4-bit weights for some tokens and more: both sides are copied by the tensor memory unit.
+"""Matmuls with quantized weights for some tokens and more: both sides are copied by the tensor memory unit.
 
 Weights are unpacked in registers and are the left operand; all columns of a piece go into one matrix multiplication.
 Slots of experts lie sorted, so that a tile's are lines side by side.
@@ -12,14 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.packed import CHUNK, PackedWeight
+from quire.kernels.packed import CHUNK, PIECE, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, empty_slots, gated, weighted
 from quire.kernels.triton.launch import begin_dependent, has_large_tiles, launch_options, stages_within
 from quire.kernels.triton.matmul import arrival_counters
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
-from quire.kernels.triton.packed_values import float_slices, slice_of, slices_of
+from quire.kernels.triton.packed_values import float_slices, scale_of, slice_of, slices_of
 from quire.kernels.triton.tile_matmul import add_splits, sum_splits
+from quire.kernels.triton.widen import byte_values, rounded
 
 ALIGNMENT = 16  # bytes, of what the copies begin at
 
@@ -35,12 +36,14 @@ def _side_by_side(w0, w1, w2, w3, LINES: tl.constexpr, CHUNKS: tl.constexpr):
 @triton.jit
 def _scales_at(scale_ptr, zero_ptr, at, mask, KIND: tl.constexpr):
     """What is stored for a piece of each line: a scale and a zero point, or exponents of both halves of a chunk."""
-    first = tl.load(scale_ptr + at, mask=mask, other=0)
-    second = first
     if KIND == "e2m1":
+        first = tl.load(scale_ptr + at, mask=mask, other=0)
         second = tl.load(scale_ptr + at + 1, mask=mask, other=0)
-    elif zero_ptr is not None:
-        second = tl.load(zero_ptr + at, mask=mask, other=0)
+    else:
+        first = scale_of(scale_ptr, at, mask)
+        second = first
+        if zero_ptr is not None:
+            second = tl.load(zero_ptr + at, mask=mask, other=0)
     return first, second
 
 
@@ -91,12 +94,14 @@ def _columns(
     words, first, second, kind: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IN_SUMS: tl.constexpr,
     ASM: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Words and what `_scales_at` gives -> weights in the order of columns.
+    """Words and what `_scales_at` gives -> weights in the order of columns; bytes are so already, and not scaled.
 
     Integers are not scaled if IN_SUMS; E2M1 are 2 ** -63 of what they mean if ASM.
     """
     WORDS: tl.constexpr = CHUNKS * 16
-    if KIND == "e2m1":
+    if KIND == "int8" or KIND == "e4m3":
+        columns = byte_values(words, kind, KIND)
+    elif KIND == "e2m1":
         low = tl.broadcast_to(_power(first, ASM), [LINES, WORDS])
         high = tl.broadcast_to(_power(second, ASM), [LINES, WORDS])
         if ASM:
@@ -104,6 +109,7 @@ def _columns(
         else:
             w0, w1 = (slice_of(words, low, 0, True) * low).to(kind), (slice_of(words, low, 1, True) * low).to(kind)
             w2, w3 = (slice_of(words, low, 2, True) * high).to(kind), (slice_of(words, low, 3, True) * high).to(kind)
+        columns = _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
     else:
         zero = tl.full([LINES, WORDS], 136.0, tl.bfloat16)
         if HAS_ZEROS:
@@ -118,7 +124,8 @@ def _columns(
             w0, w1, w2, w3 = slices_of(words, zero, zero, tl.float32, False, False, LINES, WORDS)
             w0, w1 = (w0 * scale).to(kind), (w1 * scale).to(kind)
             w2, w3 = (w2 * scale).to(kind), (w3 * scale).to(kind)
-    return _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
+        columns = _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
+    return columns
 
 
 @triton.jit
@@ -128,7 +135,7 @@ def _add_dot(acc, w, x, first, IN_SUMS: tl.constexpr, ASM: tl.constexpr):
     The compiler would begin the next piece first, and then has all matrix instructions wait for one another.
     """
     if IN_SUMS:
-        acc += tl.dot(w, x, input_precision="ieee") * first.to(tl.float32)[:, None]
+        acc += tl.dot(w, x, input_precision="ieee") * first[:, None]
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if ASM:
@@ -149,7 +156,7 @@ def _with_line(acc, line_scale_ptr, bias_ptr, line, mask):
 @triton.jit
 def _packed_wide_kernel(
     x_tiles,  # descriptor of x [slots, K], tiles of [BT, BK]
-    word_tiles,  # descriptor of codes [experts * N, K / 4], tiles of [BN, BK / 4]
+    word_tiles,  # descriptor of codes [experts * N, K / PER_WORD], tiles of [BN, BK / PER_WORD]
     scale_ptr,
     zero_ptr,
     line_scale_ptr,
@@ -166,7 +173,8 @@ def _packed_wide_kernel(
     N,
     K,
     k_per_split,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
+    PER_WORD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,
     SCATTER: tl.constexpr,  # results stand where their slots do, else sorted
@@ -193,9 +201,7 @@ def _packed_wide_kernel(
         first_slot = tl.load(tiles_ptr + num_tiles + tile)
         last_slot = tl.load(tiles_ptr + 2 * num_tiles + tile)
     else:
-        expert = 0
-        first_slot = tile * BT
-        last_slot = num_slots
+        expert, first_slot, last_slot = 0, tile * BT, num_slots
     place = first_slot + tl.arange(0, BT)
     inside = place < last_slot
     begin = tl.program_id(1) * k_per_split
@@ -212,12 +218,12 @@ def _packed_wide_kernel(
         a, b = _scales_at(scale_ptr, zero_ptr, groups + group, line_mask, KIND)
         if ACTIVATION != "":
             c, d = _scales_at(scale_ptr, zero_ptr, more_groups + group, line_mask, KIND)
-        words = word_tiles.load([expert * N + line_tile * BN, start // 4])
+        words = word_tiles.load([expert * N + line_tile * BN, start // PER_WORD])
         x = x_tiles.load([first_slot, start]).T
         w = _columns(words, a, b, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
         acc = _add_dot(acc, w, x, a, IN_SUMS, ASM)
         if ACTIVATION != "":
-            words = word_tiles.load([expert * N + width + line_tile * BN, start // 4])
+            words = word_tiles.load([expert * N + width + line_tile * BN, start // PER_WORD])
             w = _columns(words, c, d, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
             more = _add_dot(more, w, x, c, IN_SUMS, ASM)
     if KIND == "e2m1" and ASM:
@@ -238,7 +244,7 @@ def _packed_wide_kernel(
     acc = _with_line(acc, line_scale_ptr, bias_ptr, line, line_mask)
     if ACTIVATION != "":
         more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
-        acc = gated(acc.to(kind).to(tl.float32), more.to(kind).to(tl.float32), ACTIVATION)
+        acc = gated(rounded(acc, kind), rounded(more, kind), ACTIVATION)
     if SCATTER:
         slots = tl.load(order_ptr + place, mask=inside, other=0)
     if TOP_K > 0:
@@ -259,8 +265,10 @@ def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
 
 
 def _fits(weight: PackedWeight) -> bool:
-    if weight.is_fine or weight.has_bytes or weight.codes.data_ptr() % ALIGNMENT:
+    if weight.is_fine or weight.codes.data_ptr() % ALIGNMENT:
         return False
+    if weight.has_bytes:
+        return weight.group % PIECE == 0
     if weight.is_float:
         return weight.group == 32 and weight.scales.dtype == torch.uint8
     return weight.group % CHUNK == 0 and (weight.group % 128 == 0 or weight.group == CHUNK)
@@ -290,17 +298,20 @@ def packed_wide(
     num_tiles = triton.cdiv(num_slots, shape.bt) if slots is None else slots.tiles.shape[1]
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
     assert slots is None or slots.size == shape.bt
+    assert in_sums or not weight.has_bytes
     codes, scales, zeros, _, line_scale = _parts(weight)
     assert codes is not None
-    codes = codes.view(experts * n, k // 4)
+    per_word, code_bits = (1, 8) if weight.has_bytes else (4, 4)
+    codes = codes.view(experts * n, k // per_word)
     parts, counters = out, out
     if splits > 1:
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
     bk = CHUNK if weight.is_float else min(shape.bk, weight.group)
+    stage = (4 * shape.bt + halves * shape.bn * code_bits // 4) * bk // 2  # bytes of both sides
     _packed_wide_kernel[(num_tiles * triton.cdiv(n // halves, shape.bn), splits)](
         TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, bk]),
-        TensorDescriptor(codes, list(codes.shape), [k // 4, 1], [shape.bn, bk // 4]),
+        TensorDescriptor(codes, list(codes.shape), [k // per_word, 1], [shape.bn, bk // per_word]),
         scales,
         zeros,
         line_scale,
@@ -318,6 +329,7 @@ def packed_wide(
         k,
         triton.cdiv(triton.cdiv(k, splits), bk) * bk,
         KIND=_kind(weight),
+        PER_WORD=per_word,
         ACTIVATION=activation,
         GROUPED=slots is not None,
         SCATTER=scatter or weights is not None,
@@ -330,7 +342,7 @@ def packed_wide(
         BN=shape.bn,
         BK=bk,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (shape.bt * 2 + halves * shape.bn // 2) * bk, 4096),
+        num_stages=stages_within(shape.num_stages, stage, 4096),
         **launch_options(),
     )
     return out

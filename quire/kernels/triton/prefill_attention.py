@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import FUSED, add_sinks, first_seen, heads_of, shared_memory
+from quire.kernels.triton.widen import widened
 
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
@@ -122,7 +123,7 @@ def _prefill_kernel(
         cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         k_at = cell[:, None] + dims[None, :]
         kv_mask = exists[:, None] & in_head[None, :]
-        k = tl.load(cache_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+        k = widened(tl.load(cache_ptr + k_at, mask=kv_mask, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_CAP:
             scores = _capped(scores * scale, soft_cap)
@@ -136,7 +137,7 @@ def _prefill_kernel(
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
-        v = tl.load(cache_ptr + value_offset + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+        v = widened(tl.load(cache_ptr + value_offset + k_at, mask=kv_mask, other=0.0), q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         highest = new_highest
     if SPLITS > 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import add_sinks, begin_dependent, first_seen, heads_of, kv_stages, launch_options
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
+from quire.kernels.triton.widen import widened
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
 _FOLDED_AT_ONCE = 8
@@ -57,8 +58,8 @@ def _take_in(
     cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     at = cell[:, None] + dims[None, :]
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
-    v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
+    k = widened(tl.load(cache_ptr + at, mask=mask, other=0.0), q.dtype)
+    v = widened(tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0), q.dtype)
     return take_in(
         q, k, v, positions, first_position, start, highest, totals, acc, scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS
     )

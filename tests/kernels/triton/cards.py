@@ -194,8 +194,16 @@ def experts(all_shapes: bool) -> None:
         PackedWeight(codes, grid(16)),
         *([PackedWeight(codes, grid(32), minima=grid(32)), PackedWeight(codes, grid(4096))] if all_shapes else []),
     ]
-    for rows, weight in product((1, 300), fine):
+    for rows, weight in [(64, fine[0]), *product((1, 300), fine)]:
         packed_mlp.packed_linear(numbers(rows, 4096), weight, None, "")
+    in_blocks = [
+        PackedWeight(numbers(128, n, k, dtype=FP8), numbers(128, n, k // 128, dtype=torch.float32))
+        for n, k in ((1536, 2048), (2048, 768))
+    ]
+    for rows in (1, 64, 512) if all_shapes else (64,):
+        x, ids = numbers(rows, 2048), numbers(rows, 8, dtype=torch.int32)
+        shares = numbers(rows, 8, dtype=torch.float32)
+        packed_mlp.packed_sparse_mlp(x, ids, shares, in_blocks[0], None, in_blocks[1], None, "silu", True)
     if packed_matmul.has_packed_arithmetic():
         for weight in (packed(1, 28672, 4096, 128, "zeros"), packed(1, 5760, 2880, 32, "e2m1"), fine[0]):
             packed_fragments.packed_fragments(numbers(1, weight.sizes[2]), None, weight, None, "silu")

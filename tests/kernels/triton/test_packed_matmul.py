@@ -157,23 +157,49 @@ def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
     close(out, (expected.view(3, 2, -1) * shares[:, :, None]).transpose(0, 1))
 
 
-def make_bytes(experts: int, n: int, k: int, kind: str) -> Any:
+def make_bytes(experts: int, n: int, k: int, kind: str, group: int = 0) -> Any:
     """Codes of 8 bits; "minima" and "line_scale" (NVFP4) have 4."""
     from quire.kernels.packed import E4M3, PackedWeight, pack_codes
 
     generator = torch.Generator().manual_seed(k)
     values = torch.randn(experts, n, k, generator=generator)
     small = pack_codes(torch.randint(0, 16, (experts, n, k), generator=generator))
-    group = {"minima": 32, "line_scale": 16}.get(kind, 64)
+    group = group or {"minima": 32, "line_scale": 16}.get(kind, 64)
     scales = torch.rand(experts, n, k // group, generator=generator) + 0.5
     lines = torch.rand(experts, n, generator=generator) + 0.5
+    exponents = torch.randint(124, 129, scales.shape, generator=generator).to(torch.uint8)
     made = {
         "int8": PackedWeight((values * 40).to(torch.int8), scales / 40),
         "e4m3": PackedWeight(values.to(E4M3), scales),
+        "exponents": PackedWeight(values.to(E4M3), exponents),
         "minima": PackedWeight(small, scales, minima=-8 * scales),
         "line_scale": PackedWeight(small, scales.to(E4M3), is_float=True, line_scale=lines),
     }[kind]
     return tree_map(lambda part: part.to(DEVICE) if isinstance(part, Tensor) else part, made)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3", "exponents"])
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_bytes_copied_by_the_tensor_memory_unit(kind: str, num_experts: int) -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_wide import packed_wide
+    from quire.ops.grouped import grouped_gate_up
+
+    weight = make_bytes(num_experts, 144, 384, kind, group=128)
+    dense = weight.unpacked().cpu()
+    x = torch.randn(19, 384).to(HALF) / 16
+    ids = torch.rand(19, num_experts).argsort(-1)[:, :2].to(torch.int32)
+    shape = GroupedShape(16, 64, 128, 2, 2)
+    if num_experts == 1:
+        for splits in (1, 2):
+            out = packed_wide(x.to(DEVICE), None, weight, None, shape, splits=splits)
+            close(out, x.float() @ dense[0].T)
+        return
+    expected = grouped_gate_up(x.float(), ids, dense, None, "silu").flatten(0, 1)
+    slots = sort_slots(ids.to(DEVICE), num_experts, 16)
+    sorted_rows = x[slots.order.cpu().long() // 2].to(DEVICE)
+    close(packed_wide(sorted_rows, slots, weight, None, shape, "silu", scatter=True), expected)
 
 
 @pytest.mark.parametrize("kind", ["e2m1", "zeros", "int8", "e4m3", "minima", "line_scale"])
