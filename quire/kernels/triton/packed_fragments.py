@@ -356,7 +356,7 @@ def _put(
 
 def fragments_fit(x: Tensor, *weights: PackedWeight) -> bool:
     """Whether the kernel takes these weights, and this device has its instructions (or the interpreter runs)."""
-    if x.is_cuda and not has_packed_arithmetic():
+    if torch.cuda.is_available() and not has_packed_arithmetic():
         return False
     if x.dtype != torch.bfloat16 or x.data_ptr() % _ALIGNMENT:
         return False

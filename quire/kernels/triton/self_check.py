@@ -35,8 +35,9 @@ def agrees(kernel: Hashable, x: Tensor, fast: Callable[[Tensor], Tensor], simple
     _agreed[kernel] = error <= _TOLERANCE * norm
     if not _agreed[kernel]:
         logger.warning(
-            "kernel %s is not used: its result differs by %.3g of the norm from the simpler one's",
+            "kernel %s is not used: its result differs by %.3g from the simpler one's, whose norm is %.3g",
             kernel,
-            error / norm,
+            error,
+            norm,
         )
     return _agreed[kernel]

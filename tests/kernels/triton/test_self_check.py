@@ -45,6 +45,13 @@ def test_a_wrong_kernel_is_refused_and_said(wrong: float, caplog: pytest.LogCapt
     assert "kernel wrong is not used" in caplog.text
 
 
+def test_a_kernel_is_refused_that_differs_from_zeros() -> None:
+    from quire.kernels.triton.self_check import agrees
+
+    assert not agrees("noise", torch.ones(3, 4), lambda x: x, torch.zeros_like)
+    assert agrees("zeros", torch.ones(3, 4), torch.zeros_like, torch.zeros_like)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_linear_layer_does_without_a_wrong_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels.triton import packed_mlp
