@@ -331,7 +331,9 @@ class EngineSupervisor:
             return True
         engine, end = self._engine, time.monotonic() + self._options.drain_timeout
         while engine.num_requests and (left := end - time.monotonic()) > 0:
-            logger.info("waiting at most %.0f s for %s to finish", left, _in_words(engine.request_ids))
+            word = self.wanted.word
+            held = "" if word is None else f" while the engine is {word} ({_HELD[word]})"
+            logger.info("waiting at most %.0f s for %s to finish%s", left, _in_words(engine.request_ids), held)
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.wait_idle(), min(left, self._options.drain_interval))
         if engine.num_requests:

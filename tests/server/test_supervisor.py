@@ -421,6 +421,19 @@ async def test_a_drain_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) 
     assert said[-1].endswith("did not finish in time and will be cut off")
 
 
+async def test_a_drain_says_what_keeps_requests_from_running(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire")
+    async with keeper("long,slow", drain_timeout=0.1) as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [1], 4000))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
+        kept.supervisor.wanted.is_paused = True
+        assert await kept.supervisor.drain() is False
+        await kept.supervisor.stop()
+        await asyncio.gather(stream, return_exceptions=True)
+    (said,) = [record.getMessage() for record in caplog.records if "waiting at most" in record.getMessage()]
+    assert said.endswith("to finish while the engine is paused (an operator has paused it; requests wait)")
+
+
 async def test_a_drain_of_an_idle_engine_has_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire")
     async with keeper() as kept:
