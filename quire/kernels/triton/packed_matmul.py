@@ -23,7 +23,6 @@ from quire.kernels.triton.packed_values import (
     fine_bytes,
     fine_slice,
     fine_slices,
-    fine_values,
     float_slices,
     power_of,
     scale_of,
@@ -33,6 +32,8 @@ from quire.kernels.triton.packed_values import (
 )
 from quire.kernels.triton.tile_matmul import add_splits, lines_of
 from quire.kernels.triton.widen import byte_values
+
+_UNPACKED_CHUNKS = 64  # of a program
 
 
 @triton.jit
@@ -243,45 +244,41 @@ def _unpack_kernel(
     minimum_ptr,
     line_scale_ptr,
     out_ptr,  # [N, K]
-    N,
+    num_chunks,  # of all lines
     K,
     KIND: tl.constexpr,
     FINE: tl.constexpr,
     GROUP: tl.constexpr,
-    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of some lines, in the type of the result."""
+    """Chunks that lie side by side, in the type of the result; what a program reads and writes is contiguous."""
     begin_dependent(PDL)
-    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    start = tl.program_id(1) * 64
-    mask = lines < N
-    line = lines.to(tl.int64)
-    groups = line * (K // GROUP)
-    line_scale = tl.full([LINES, 1], 1.0, tl.float32)
+    chunk = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    mask = chunk < num_chunks
+    line = chunk // (K // 64)
+    start = (chunk - line * (K // 64)) * 64
+    groups = line * (K // GROUP) + start // GROUP
+    line_scale = tl.full([CHUNKS, 1], 1.0, tl.float32)
     if line_scale_ptr is not None:
         line_scale = tl.load(line_scale_ptr + line, mask=mask, other=0.0)[:, None]
     if KIND == "int8" or KIND == "e4m3":
-        columns = start + tl.arange(0, 64)
-        codes = tl.load(codes_ptr + line[:, None] * K + columns[None, :], mask=mask[:, None], other=0)
-        values = byte_values(codes, tl.float32, KIND)
-        at = groups[:, None] + (columns // GROUP)[None, :]
-        values = fine_values(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
-        at = out_ptr + line[:, None] * K + columns[None, :]
+        column = tl.arange(0, 64)
+        codes = tl.load(codes_ptr + chunk[:, None] * 64 + column[None, :], mask=mask[:, None], other=0)
+        values = fine_bytes(codes, scale_ptr, minimum_ptr, groups, mask, KIND, CHUNKS, 64, GROUP)
+        at = out_ptr + chunk[:, None] * 64 + column[None, :]
         tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
     else:
         word = tl.arange(0, 16)
-        words = tl.load(
-            codes_ptr + line[:, None] * (K // 4) + start // 4 + word[None, :], mask=mask[:, None], other=0
-        )
+        words = tl.load(codes_ptr + chunk[:, None] * 16 + word[None, :], mask=mask[:, None], other=0)
         for index in tl.static_range(4):
             if FINE:
-                values = fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, index, KIND, LINES, 16, GROUP)
+                values = fine_slice(words, scale_ptr, minimum_ptr, groups, 0, mask, index, KIND, CHUNKS, 16, GROUP)
             else:
-                group = groups + (start + 16 * index) // GROUP
-                values = slice_of(words, zero_of(zero_ptr, group, mask, LINES, 16), index, KIND == "e2m1")
+                group = groups + 16 * index // GROUP
+                values = slice_of(words, zero_of(zero_ptr, group, mask, CHUNKS, 16), index, KIND == "e2m1")
                 values *= scale_of(scale_ptr, group, mask)[:, None]
-            at = out_ptr + line[:, None] * K + start + 16 * index + word[None, :]
+            at = out_ptr + chunk[:, None] * 64 + 16 * index + word[None, :]
             tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
@@ -304,16 +301,16 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     experts, n, k = weight.sizes
     n *= experts
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
-    lines = 32
-    _unpack_kernel[(triton.cdiv(n, lines), k // CHUNK)](
+    num_chunks = n * k // CHUNK
+    _unpack_kernel[(triton.cdiv(num_chunks, _UNPACKED_CHUNKS),)](
         *_parts(weight),
         out,
-        n,
+        num_chunks,
         k,
         KIND=_kind(weight),
         FINE=weight.is_fine,
         GROUP=weight.group,
-        LINES=lines,
+        CHUNKS=_UNPACKED_CHUNKS,
         num_warps=4,
         **launch_options(fused=False),
     )
