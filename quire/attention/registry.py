@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from quire.types.cache import KVForm
 from quire.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -43,11 +41,3 @@ SPARSE_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton_fixed": "triton_latent:FixedTritonSparseAttention",
     },
 )
-
-
-def choose_backend(name: str, forms: Iterable[KVForm | None]) -> type[AttentionBackend]:
-    """The backend of this name for layers that keep these forms."""
-    kept = [form for form in forms if form is not None]
-    if any(form.index_dim for form in kept):
-        return SPARSE_BACKENDS.get(name)
-    return (LATENT_BACKENDS if any(form.value_dim is not None for form in kept) else BACKENDS).get(name)

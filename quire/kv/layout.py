@@ -26,6 +26,7 @@ class KVGroup:
     window: int | None
     layers: tuple[int, ...]
     pool: int = 0
+    form: KVForm | None = None  # what its layers keep of a token; None: a state
 
     def rule(self, block_size: int) -> GroupKind:
         return KINDS.get(self.kind)(self.window, block_size)
@@ -160,13 +161,13 @@ def plan_layout(layers: Sequence[LayerKV], block_size: int) -> KVLayout:
     sizes: list[KVPool] = []
     # Full groups first: their hit is the cheapest to find and bounds the hits of the others. States last: where their
     # hit is shorter than that of the others, that is worth a checkpoint.
-    for (per_row, *_), kinds in sorted(pools.items(), key=lambda pool: (pool[0][0], min(map(_order, pool[1])))):
+    for (per_row, form, _), kinds in sorted(pools.items(), key=lambda pool: (pool[0][0], min(map(_order, pool[1])))):
         first = min(kinds.values(), key=len)
         num_slots = len(first)
         for (kind, window), members in sorted(kinds.items(), key=lambda item: _order(item[0])):
             for start in range(0, len(members), num_slots):
                 cut = tuple(members[start : start + num_slots])
-                groups.append(KVGroup(len(groups), kind, window, cut, len(sizes)))
+                groups.append(KVGroup(len(groups), kind, window, cut, len(sizes), form))
         sizes.append(KVPool(tuple(layers[index].block_bytes(block_size) for index in first), per_row))
     return KVLayout(tuple(groups), block_size, tuple(sizes))
 

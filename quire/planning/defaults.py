@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.forms import AttentionBackends
 from quire.attention.registry import BACKENDS
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig
@@ -106,18 +106,18 @@ def with_whole_prompts(settings: ResolvedConfig, given: int | None, length: int)
 
 
 def choose_kv_dtype(
-    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, pools: bool, asked: torch.dtype | None
+    config: EngineConfig, backends: AttentionBackends, dtype: torch.dtype, pools: bool, asked: torch.dtype | None
 ) -> torch.dtype:
-    possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
+    possible = {str(kv).removeprefix("torch."): kv for kv in backends.kv_dtypes(dtype)}
     name = config.cache.kv_cache_dtype
     if name == "auto" and pools and dtype in possible.values():
         return dtype  # keys and values live for a few steps: there is no memory to be saved
     if name == "auto":
-        return next((kv for kv in possible.values() if kv == asked), backend.kv_dtypes(dtype)[0])
+        return next((kv for kv in possible.values() if kv == asked), backends.kv_dtypes(dtype)[0])
     wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
     if wanted is None:
         raise ConfigError(
-            f"kv_cache_dtype is {name!r} but {backend.name} attention keeps keys and values as {', '.join(possible)};"
-            " set --kv-cache-dtype auto"
+            f"kv_cache_dtype is {name!r} but {backends.name} attention keeps keys and values as"
+            f" {', '.join(possible)}; set --kv-cache-dtype auto"
         )
     return wanted

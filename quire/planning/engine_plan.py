@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.attention.base import AttentionBackend, GroupBackend
-from quire.attention.registry import choose_backend
+from quire.attention.forms import AttentionBackends
 from quire.attention.state import StateBackend
 from quire.config.engine import MAX_RANKS, EngineConfig
 from quire.config.resolve import ResolvedConfig, resolve
@@ -73,7 +73,7 @@ class EnginePlan:
     settings: ResolvedConfig
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    backend: AttentionBackend
+    attention: AttentionBackends
     demand: MemoryDemand
     sizes: EngineSizes  # that the demand was found for
     ledger: MemoryLedger
@@ -84,9 +84,15 @@ class EnginePlan:
     pipeline: Pipeline  # the layers of this rank
     draft: DraftPlan | None  # the model that drafts; None: none does
 
+    @property
+    def backend(self) -> AttentionBackend:
+        return self.attention.main
+
     def way_context(self, model: Model) -> WayContext:
         ends = not self.pipeline.is_last, not self.pipeline.is_first
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, only_pools(self.pooler), *ends)
+        return WayContext(
+            self.platform, self.attention, model, self.dtype, self.sizes, only_pools(self.pooler), *ends
+        )
 
     @property
     def context(self) -> BuildContext:
@@ -116,9 +122,9 @@ class EnginePlan:
 
     @property
     def backends(self) -> list[GroupBackend]:
-        """Of each KV group: one serves all that attend, another all that keep states."""
-        states = StateBackend(self.backend)
-        return [states if group.kind == "state" else self.backend for group in self.ledger.layout.groups]
+        """Of each KV group: one serves all that keep the same form, another all that keep states."""
+        states, groups = StateBackend(self.backend), self.ledger.layout.groups
+        return [states if group.kind == "state" else self.attention.of(group.form) for group in groups]
 
     def without_checkpoint(self) -> EnginePlan:
         """The same for a model that is loaded, which needs the file and its metadata no more."""
@@ -163,17 +169,17 @@ def plan_engine(
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     check_replicas(group, platform, None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
-    backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
-    if platform.is_here:
+    attention = AttentionBackends(settings.attention_backend, (layer.form for layer in kept))
+    for backend in attention if platform.is_here else ():
         backend.start()
-    _check_heads(kept, backend, group)
-    kv_dtype = choose_kv_dtype(config, backend, dtype, only_pools(pooler), asked_kv_dtype(model_config))
+    _check_heads(kept, attention, group)
+    kv_dtype = choose_kv_dtype(config, attention, dtype, only_pools(pooler), asked_kv_dtype(model_config))
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
-    deterministic = backend.name == platform.deterministic_backend
+    deterministic = attention.name == platform.deterministic_backend
     context = _build_context(settings, platform, length, deterministic, pooler, group)
     whole = model = build_on_meta(architecture, model_config, context)
     if pipeline.size > 1:
-        layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
+        layout = kv_layout(whole.cached_layers(), attention, kv_dtype, config.cache.block_size)
         pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), layout, length, pipeline)
         context = replace(context, pipeline=pipeline)
         model = build_on_meta(architecture, model_config, context)
@@ -186,12 +192,12 @@ def plan_engine(
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
     check_group(whole, group, platform)
     check_rows(architecture, config.parallel.sequence_parallel_threshold)
-    _check_backend(model, backend)
-    backend.whole_prompts = model.is_bidirectional
+    _check_backend(model, attention)
+    attention.main.whole_prompts = model.is_bidirectional
     ends = only_pools(pooler), not pipeline.is_last, not pipeline.is_first
-    parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
+    parts = contributions(WayContext(platform, attention, model, dtype, sizes, *ends))
     weights_line = LedgerLine("weights", weights + buffer_bytes(model), note)
-    layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
+    layout = kv_layout(whole.cached_layers(), attention, kv_dtype, config.cache.block_size)
     others = [*others, standby_line(platform, (weights_line, *parts))] if config.device.standby else others
     demand = MemoryDemand(
         weights=weights_line,
@@ -213,7 +219,7 @@ def plan_engine(
         settings=settings,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        backend=backend,
+        attention=attention,
         demand=demand,
         sizes=sizes,
         ledger=ledger,
@@ -268,11 +274,12 @@ def _pooler(
     return pooler
 
 
-def _check_backend(model: Model, backend: AttentionBackend) -> None:
+def _check_backend(model: Model, backends: AttentionBackends) -> None:
     """Said before anything is loaded; a layer's own check comes after."""
-    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
+    lacks = (backends.of(layer.keeps.form).lacks(layer.spec) for layer in model.attention_layers())
+    lacking = next(filter(None, lacks), None)
     if lacking is not None:
-        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
+        raise ConfigError(f"the model has {lacking}, which {backends.name} attention does not do; set --device cpu")
 
 
 def _sizes(
@@ -405,18 +412,20 @@ def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
     return float_scheme({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
 
 
-def _check_heads(layers: Sequence[LayerKV], backend: AttentionBackend, group: ParallelGroup) -> None:
-    """Refuse heads that the backend or the group does not take; ranks that split contexts tell the backend."""
-    widest = max((layer.form.head_dim for layer in layers if layer.form is not None), default=0)
-    limit = backend.max_head_dim
-    if limit is not None and widest > limit:
-        raise ConfigError(
-            f"head_dim is {widest} but {backend.name} attention takes at most {limit}; set --device cpu"
-        )
+def _check_heads(layers: Sequence[LayerKV], backends: AttentionBackends, group: ParallelGroup) -> None:
+    """Refuse heads that a backend or the group does not take; ranks that split contexts tell the backends."""
+    forms = {layer.form for layer in layers if layer.form is not None}
+    for form in forms:
+        limit = backends.of(form).max_head_dim
+        if limit is not None and form.head_dim > limit:
+            raise ConfigError(
+                f"head_dim is {form.head_dim} but {backends.name} attention takes at most {limit}; set --device cpu"
+            )
     if group.context.size > 1:
-        for heads in {layer.form.num_heads for layer in layers if layer.form is not None}:
+        for heads in {form.num_heads for form in forms}:
             group.check_context(heads)
-        backend.share_context(group.context)
+        for backend in backends:
+            backend.share_context(group.context)
 
 
 def _build_context(

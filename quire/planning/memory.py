@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.forms import AttentionBackends
 from quire.config.engine import EngineConfig
 from quire.kv.layout import KVLayout, plan_layout
 from quire.layers.attention import CachedLayer
@@ -35,7 +35,9 @@ PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
 def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     """What the parts of an engine say that they take, weights and KV blocks apart."""
     model, sizes, of_drafter = context.model, context.sizes, drafter_context(context)
-    layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
+    layers = (
+        context.backends.of(layer.keeps.form).contributes(layer.spec, sizes) for layer in model.attention_layers()
+    )
     lines = chain(
         *(part.contributes(sizes) for part in (*PARTS, model) if part is not Sampler or not context.passes_on),
         StageInputs.contributes(sizes) if context.receives else (),
@@ -109,13 +111,13 @@ def shared_ledger(
 
 
 def kv_layout(
-    layers: Sequence[CachedLayer], backend: AttentionBackend, dtype: torch.dtype, block_size: int
+    layers: Sequence[CachedLayer], backends: AttentionBackends, dtype: torch.dtype, block_size: int
 ) -> KVLayout:
-    """What these layers keep, with the sizes that the backend's cache has."""
+    """What these layers keep, with the sizes that the caches of the backends have."""
 
     def sized(layer: CachedLayer) -> LayerKV:
-        block_bytes = math.prod(layer.cache_shape(backend, 1, block_size, dtype)) * dtype.itemsize
         keeps = layer.keeps
+        block_bytes = math.prod(layer.cache_shape(backends.of(keeps.form), 1, block_size, dtype)) * dtype.itemsize
         return keeps if keeps.bytes_per_row else replace(keeps, bytes_per_token=block_bytes // block_size)
 
     return plan_layout([sized(layer) for layer in layers], block_size)

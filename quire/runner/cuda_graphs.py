@@ -74,7 +74,8 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     decode, mixed, sizes = context.platform.graph_sizes, context.platform.mixed_graph_sizes, context.sizes
     layers = context.model.attention_layers()
     recordable = all(
-        layer.recordable and context.backend.captures_spec(layer.spec, context.dtype) for layer in layers
+        layer.recordable and context.backends.of(layer.keeps.form).captures_spec(layer.spec, context.dtype)
+        for layer in layers
     )
     if not decode or not context.backend.records or not recordable:
         return None
@@ -104,9 +105,9 @@ class GraphBytes(NamedTuple):
 
 def graph_bytes(context: WayContext, captured: CaptureSizes) -> GraphBytes:
     """What the largest captured steps take, with an eighth for gaps."""
-    backend, sizes = context.backend, context.sizes
-    specs = [layer.spec for layer in context.model.attention_layers()]
-    sums = max((backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs), default=0)
+    sizes, layers = context.sizes, context.model.attention_layers()
+    own = [(context.backends.of(layer.keeps.form), layer.spec) for layer in layers]
+    sums = max((one.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for one, spec in own), default=0)
     forward = int(1.125 * (captured.max_tokens * sizes.token_bytes + sums))
     drafting = int(captured.decode[-1] * sizes.token_bytes + sums) if context.num_drafts else 0  # both in one graph
     return GraphBytes(forward, 0 if context.pools else Sampler.captured_bytes(sizes) + drafting)
@@ -290,11 +291,12 @@ class CudaGraphs:
         if size is None:
             return False
         work = self._program.backend.divide(HostLengths(plan.num_tokens, tokens.contexts, tokens.attended))
-        inputs = self._inputs_of(size)
+        inputs, num_samples = self._inputs_of(size), len(tokens.samples)
+        captured = self._sizes.drafted if step.shape.sampling.drafted else self._sizes.powers
         if (
             not self._program.backend.captures(work, size)
             or not inputs.has_room_for(len(plan.rows), work.lists)
-            or len(tokens.samples) > inputs.max_samples
+            or num_samples > (inputs.max_samples if self._sizes.pools else captured[-1])
         ):
             return False
         self._decode = None
@@ -302,9 +304,8 @@ class CudaGraphs:
         replay, finite = self._of_step(_Forward(size, False, work.kind, step.shape.adapted, every_token))
         step.hidden = self._hidden
         step.every_hidden = self._every_hidden if every_token or self._program.taps else None
-        if len(tokens.samples) and not self._sizes.pools:
-            sizes = self._sizes.drafted if step.shape.sampling.drafted else self._sizes.powers
-            self._sample_size = sizes[bisect_left(sizes, len(tokens.samples))]
+        if num_samples and not self._sizes.pools:
+            self._sample_size = captured[bisect_left(captured, num_samples)]
             self._sampling(self._sample_size, step.shape.sampling)
         inputs.load(plan.rows, tokens, work.lists, step.shape.places_drafts)
         if step.shape.places_drafts:

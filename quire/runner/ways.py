@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
+from quire.attention.forms import AttentionBackends
 from quire.models.base import Model
 from quire.platform.base import Platform
 from quire.runner.sampling.sampler import SamplingKind
@@ -60,7 +61,7 @@ class WayContext:
     """What a way is planned and made for."""
 
     platform: Platform
-    backend: AttentionBackend
+    backends: AttentionBackends
     model: Model  # without weights, while it is planned
     dtype: torch.dtype
     sizes: EngineSizes
@@ -68,6 +69,11 @@ class WayContext:
     passes_on: bool = False  # nor here: the hidden states of all tokens go to the next stage of a pipeline
     receives: bool = False  # and those of its own tokens come from the stage before
     num_drafts: int = 0  # of a drafter: decode steps that usually follow one another
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """That of the model's own layers."""
+        return self.backends.of(next((layer.keeps.form for layer in self.model.attention_layers()), None))
 
     @property
     def kept_width(self) -> int:

@@ -393,6 +393,8 @@ def bind_caches(
         for slot, index in enumerate(group.layers):
             place, layer, backend = (group.pool, slot), layers[index], plan.backends[group.index]
             if place not in slots:
-                shape = layer.cache_shape(plan.backend, counts[group.pool], block_size, plan.kv_dtype)
+                shape = layer.cache_shape(
+                    plan.attention.of(group.form), counts[group.pool], block_size, plan.kv_dtype
+                )
                 slots[place] = plan.platform.zeros(shape, layer.cache_dtype(plan.kv_dtype))
             layer.bind(backend, slots[place], group.index)

@@ -27,6 +27,7 @@ HEADS: dict[str, Callable[[Path, Target], tuple[Path, Draft]]] = {
     "eagle": draft_heads.eagle,
     "eagle3": draft_heads.eagle3,
     "medusa": draft_heads.medusa,
+    "eagle3 beside latents": draft_heads.eagle3,  # as published for Kimi-K2: the head keeps keys and values
 }
 MTP: dict[str, Callable[[Path], tuple[Path, Draft]]] = {
     "deepseek": draft_heads.mtp_deepseek,
@@ -55,9 +56,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if name in MTP:
         target, draft = MTP[name](folder / "target")
         return target, {"method": "mtp", "num_speculative_tokens": 3}, draft
-    target = make_model(folder / "target", "llama")
+    latent = {"model_type": "deepseek_v3", **draft_heads.LATENT, "head_dim": 8}
+    family: dict[str, Any] = latent if "latents" in name else {"model_type": "llama"}
+    target = make_model(folder / "target", **family)
     head, draft = HEADS[name](folder / "head", Target(target))
-    return target, {"method": name, "model": str(head), "num_speculative_tokens": 3}, draft
+    return target, {"method": name.split()[0], "model": str(head), "num_speculative_tokens": 3}, draft
 
 
 class Seen:
@@ -87,7 +90,7 @@ def test_proposals_are_those_of_the_reference(case: Case, monkeypatch: pytest.Mo
     check_proposals(case, monkeypatch)
 
 
-@pytest.mark.parametrize("case", ["eagle3", "deepseek"], indirect=True)
+@pytest.mark.parametrize("case", ["eagle3", "deepseek", "eagle3 beside latents"], indirect=True)
 def test_heads_draft_with_torchs_own_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which machines without a C++ compiler have."""
     check_proposals(case, monkeypatch, attention_backend="torch_ref")
@@ -168,7 +171,7 @@ def test_a_head_that_is_seldom_asked_computes_what_it_missed(
     assert num_executed[0] < num_executed[1] / 2, "it does not run when nobody asks it"
 
 
-@pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5"], indirect=True)
+@pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5", "eagle3 beside latents"], indirect=True)
 def test_tokens_are_those_of_no_speculation(case: Case) -> None:
     """Of the heads that test_speculation_covering.py leaves out."""
     target, config, _ = case

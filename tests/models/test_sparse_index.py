@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from quire.attention.forms import AttentionBackends
 from quire.attention.native_latent import NativeSparseAttention
 from quire.attention.torch_latent import TorchLatentAttention
 from quire.loader.dummy import fill_dummy
@@ -103,8 +104,8 @@ def test_no_chunking_changes_a_bit_of_an_indexer_in_fp8(native: bool) -> None:
 def test_memory_counts_the_scales_of_fp8_index_keys() -> None:
     """And bytes that keep lines aligned; of layers that share a choice nothing."""
     layers = make_shared(index_topk_freq=2).cached_layers()
-    for backend in (TorchLatentAttention(), NativeSparseAttention()):
-        layout = kv_layout(layers, backend, FP8, 16)
+    for name in ("torch_ref", "cpu_native"):
+        layout = kv_layout(layers, AttentionBackends(name, [layer.keeps.form for layer in layers]), FP8, 16)
         assert [pool.slots for pool in layout.pools] == [(16 * (44 + 16 + INDEX_SCALE), 16 * 44)]
         assert layout.groups[0].kind == "latent"
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.attention.torch_latent import TorchLatentAttention
-from quire.attention.torch_ref import TorchAttention
+from quire.attention.forms import AttentionBackends
 from quire.config.engine import EngineConfig
 from quire.layers.attention import AttentionLayer
 from quire.loader.hub import resolve_model
@@ -20,6 +19,7 @@ from quire.loader.open import open_checkpoint
 from quire.loader.quantized.kv_cache import asked_kv_dtype
 from quire.planning.defaults import choose_kv_dtype
 from quire.planning.engine_plan import plan_engine
+from quire.types.cache import KVForm
 from quire.types.errors import CheckpointError
 from quire.worker.direct import DirectModel
 from quire.worker.worker import load_model
@@ -126,15 +126,16 @@ def test_what_has_no_scales_here_is_named(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_auto_is_what_the_checkpoint_is_made_for() -> None:
-    def chosen(quantization: dict[str, Any], backend: TorchAttention | None = None, kv: str = "auto") -> torch.dtype:
+    def chosen(quantization: dict[str, Any], value_dim: int | None = None, kv: str = "auto") -> torch.dtype:
         config = EngineConfig.from_flat(model="x", kv_cache_dtype=kv)
         asked = asked_kv_dtype({"quantization_config": quantization})
-        return choose_kv_dtype(config, backend or TorchAttention(), torch.float32, False, asked)
+        backends = AttentionBackends("torch_ref", [KVForm(1, 40, value_dim)])
+        return choose_kv_dtype(config, backends, torch.float32, False, asked)
 
     assert chosen({"kv_cache_scheme": SCHEME}) == FP8
     assert chosen({"kv_cache_quant_algo": "FP8"}) == FP8
     assert chosen({"kv_cache_scheme": SCHEME}, kv="float32") == torch.float32
     for other in ({}, {"strategy": "attn_head"}, {"dynamic": True}, {"type": "int"}, {"num_bits": 4}):
         assert chosen({"kv_cache_scheme": SCHEME | other if other else None}) == torch.float32
-    assert chosen({"kv_cache_scheme": SCHEME}, TorchLatentAttention()) == FP8
+    assert chosen({"kv_cache_scheme": SCHEME}, value_dim=32) == FP8
     assert asked_kv_dtype({}) is None
