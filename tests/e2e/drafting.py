@@ -31,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "limits": {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
     "thinking": {"thinking_token_budget": 6, "thinking_marks": ThinkingMarks((40,), (41, 42), True)},
 }
+EAGER = ("wide logprobs", "asked logprobs", "thinking")  # which no captured step has
 GRAMMAR = r"([a-f]{1,3}[0-9]){2,12}"
 
 
@@ -83,7 +84,9 @@ def engine(model: Path, **settings: Any) -> EngineCore:
     return core
 
 
-def requests(seed: int = 0, outputs: int = 30) -> dict[str, tuple[list[int], SamplingParams, dict[str, Any]]]:
+def requests(
+    seed: int = 0, outputs: int = 30, left_out: Sequence[str] = ()
+) -> dict[str, tuple[list[int], SamplingParams, dict[str, Any]]]:
     """One of each kind of request; many share a prefix, and two share all of their prompt."""
     rng = random.Random(seed)
     stem = [rng.randrange(3, VOCAB) for _ in range(40)]
@@ -97,7 +100,9 @@ def requests(seed: int = 0, outputs: int = 30) -> dict[str, tuple[list[int], Sam
                 **fields,
             }
             prompt = stem[: rng.choice([0, 20, 40])] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))]
-            found[f"{name}, {sampled}"] = prompt, SamplingParams(max_tokens=rng.randint(8, outputs), **params), {}
+            length = rng.randint(8, outputs)
+            if name not in left_out:
+                found[f"{name}, {sampled}"] = prompt, SamplingParams(max_tokens=length, **params), {}
     prompt, params, _ = found["plain, True"]
     found["n > 1"] = prompt, SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True), {}
     for seed_of, temperature in ((3, 0.0), (4, 1.0)):

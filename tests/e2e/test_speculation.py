@@ -11,7 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.planning.engine_plan import plan_memory
 from quire.platform.cpu import CpuPlatform
-from tests.e2e.drafting import Counting, Oracle, assert_same, draft_with, engine, run
+from tests.e2e.drafting import EAGER, Counting, Oracle, assert_same, draft_with, engine, run
 from tests.e2e.tiny import VOCAB, Answer, make_model
 from tests.runner.engines import capture_steps, run_eagerly, runner_of, spy_on
 
@@ -96,12 +96,14 @@ def test_results_may_come_late(
     assert_same(run(core, seed=3), of_llama)
 
 
-def test_captured_steps_give_the_same(
-    llama: Path, of_llama: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_give_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(engine(llama, attention_backend="torch_ref"), left_out=EAGER)
     capture_steps(monkeypatch)
-    core, _ = speculating(llama, of_llama, 0.3)
-    assert_same(run(core, seed=2), of_llama)
+    core, counted = speculating(llama, expected, 0.3, attention_backend="torch_ref")
+    spy = spy_on(core)
+    assert_same(run(core, seed=2, left_out=EAGER), expected)
+    assert counted.num_drafts > 100
+    assert sum(shape.sampling.drafted for shape in spy.ran) > 20
 
 
 @pytest.mark.parametrize("depth", [1, 2])

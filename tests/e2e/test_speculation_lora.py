@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.e2e.drafting import Counting, assert_same, draft_always
 from tests.e2e.test_lora import PROMPTS, SETTINGS, ask, make_adapter
 from tests.e2e.test_speculation_covering import know_every_third
 from tests.e2e.tiny import Answer, make_engine, make_model, run_all
-from tests.runner.engines import capture_steps, run_eagerly
+from tests.runner.engines import capture_steps, run_eagerly, spy_on
 
 METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 LAYERS = {  # the second adapter is on the head too, which eagle and mtp share with their target
@@ -41,12 +42,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 
 
 @pytest.fixture(scope="module")
-def expected(targets: dict[str, tuple[Path, list[AdapterRef]]]) -> dict[str, dict[str, Answer]]:
+def expected(targets: dict[str, tuple[Path, list[AdapterRef]]]) -> dict[tuple[str, str], dict[str, Answer]]:
+    """By target and attention backend."""
     found = {}
-    for name, (model, adapters) in targets.items():
-        core = make_engine(model, **SETTINGS, speculative_config={"method": "none"})
-        found[name] = run_all(core, requests(adapters))
-        assert len({tuple(answer.token_ids) for answer in found[name].values()}) > 8, "adapters change answers"
+    for (name, (model, adapters)), backend in product(targets.items(), ("cpu_native", "torch_ref")):
+        settings = {**SETTINGS, "attention_backend": backend}
+        core = make_engine(model, **settings, speculative_config={"method": "none"})
+        answers = found[name, backend] = run_all(core, requests(adapters))
+        assert len({tuple(answer.token_ids) for answer in answers.values()}) > 8, "adapters change answers"
     return found
 
 
@@ -62,12 +65,13 @@ def requests(adapters: list[AdapterRef]) -> list[EngineRequest]:
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_no_speculation(
     targets: dict[str, tuple[Path, list[AdapterRef]]],
-    expected: dict[str, dict[str, Answer]],
+    expected: dict[tuple[str, str], dict[str, Answer]],
     method: str,
     way: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    backend = "torch_ref" if way == "captured" else "cpu_native"
     if way == "captured":
         capture_steps(monkeypatch)
     name = "mtp" if method == "mtp" else "llama"
@@ -77,19 +81,21 @@ def test_tokens_are_those_of_no_speculation(
         config["model"] = str(model)
     elif method != "mtp":
         config["model"] = str(getattr(draft_heads, method)(tmp_path / "head", Target(model))[0])
-    core = make_engine(model, **SETTINGS, speculative_config=config)
+    core = make_engine(model, **{**SETTINGS, "attention_backend": backend}, speculative_config=config)
     if way == "eager":
         run_eagerly(core)
+    spy = spy_on(core)
     draft_always(core)
-    know_every_third(core, expected[name], monkeypatch)
+    know_every_third(core, expected[name, backend], monkeypatch)
     counted = Counting(core)
-    assert_same(run_all(core, requests(adapters)), expected[name])
+    assert_same(run_all(core, requests(adapters)), expected[name, backend])
     assert counted.num_drafts > 40
     assert counted.num_accepted > counted.num_drafts / 5
+    assert way != "captured" or sum(shape.sampling.drafted for shape in spy.ran) > 5
 
 
 def test_a_target_that_drafts_for_itself_is_right_about_rows_without_an_adapter(
-    targets: dict[str, tuple[Path, list[AdapterRef]]], expected: dict[str, dict[str, Answer]]
+    targets: dict[str, tuple[Path, list[AdapterRef]]], expected: dict[tuple[str, str], dict[str, Answer]]
 ) -> None:
     """In a batch with others that have one: the drafter has none, and does not see theirs."""
     model, adapters = targets["llama"]
@@ -97,6 +103,6 @@ def test_a_target_that_drafts_for_itself_is_right_about_rows_without_an_adapter(
     core = make_engine(model, **SETTINGS, speculative_config=config)
     draft_always(core)
     counted = Counting(core)
-    assert_same(run_all(core, requests(adapters)), expected["llama"])
+    assert_same(run_all(core, requests(adapters)), expected["llama", "cpu_native"])
     assert counted.rejected, "drafts of rows with an adapter are another model's"
     assert not any(str(name).startswith("0-") for name in counted.rejected)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
+from quire.attention.torch_ref import TorchAttention
 from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
 from quire.runner.runner import Runner
@@ -91,7 +92,9 @@ class Rerun:
 
 
 def capture_steps(monkeypatch: pytest.MonkeyPatch, mixed: tuple[int, ...] = (32, 64)) -> None:
-    """Have engines on the CPU capture steps as they would on a GPU."""
+    """Have engines on the CPU capture steps as they would on a GPU: those with Triton's attention, or torch's own."""
+    monkeypatch.setattr(TorchAttention, "records", True)
+
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr(CpuPlatform, "mixed_graph_sizes", mixed)
     monkeypatch.setattr(CpuPlatform, "narrow_above", mixed[-1])

@@ -78,7 +78,8 @@ class ThinkingBudget(Feature):
         if ahead is not None or self._drafted:
             self._drafted = True
             outputs = outputs if ahead is None else outputs + ahead
-            behind = int((outputs - seen).max()) - 1  # of the tokens since then, a mark may end at any
+            # Of the tokens since then, a mark may end at any; where all rows have just started there are none.
+            behind = max(0, int((outputs - seen).max()) - 1)
         for back in range(behind, -1, -1):
             start, ended, token = self._follow(rows, state, torch.maximum(outputs - back, seen), start, ended)
         forced = (start >= 0) & (ended == 0) & (outputs - start >= self._limits.all[0, rows])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.sampling.thinking_budget import ThinkingBudget
 from quire.types.sampling import SamplingParams, ThinkingMarks
 from tests.runner.sampling.helpers import CPU, MAX_ROWS, Rows, run, sample, start_of
 from tests.runner.sampling.reference import Row
@@ -66,6 +67,23 @@ def test_the_end_is_forced_when_the_budget_is_spent(
             resumed = run(logits[1:2].numpy(), [make_row(outputs, found, budget)])
             assert resumed.tokens() == tokens[1:2]
             outputs = [*outputs, tokens[1]]
+
+
+def test_rows_that_have_just_started_after_rows_with_drafts() -> None:
+    """Once rows have had drafts it looks back over the tokens since its last step: here there are none."""
+    marks = ThinkingMarks((5,), (6,), True)
+    sampler, state = Sampler(VOCAB, MAX_ROWS, CPU), Rows.empty()
+    for index, outputs in ((0, [1]), (1, [1, 1])):
+        row = make_row(outputs, marks, 2)
+        sampler.add_request(index, start_of(index, row))
+        state.place(index, row)
+    sampler.apply_staged_writes()
+    feature = next(feature for feature in sampler._features if isinstance(feature, ThinkingBudget))
+    logits = torch.zeros(1, VOCAB)
+    feature.apply(logits, torch.tensor([0]), state, ahead=torch.tensor([0]))
+    assert logits.isfinite().all()
+    feature.apply(logits, torch.tensor([1]), state)
+    assert logits.isfinite().nonzero().tolist() == [[0, 6]]
 
 
 def test_what_may_not_come_is_not_forced() -> None:
