@@ -120,9 +120,8 @@ class NativeSparseAttention(NativeLatentAttention):
     def attend_latent(self, at: LayerCache, weights: LatentWeights, written: Written) -> Tensor:
         spec, cache, metadata = at
         assert isinstance(metadata, NativeMetadata)
-        assert spec.top_k is not None
         batch = metadata.batch
-        if batch.max_context <= spec.top_k:
+        if spec.top_k is None or batch.max_context <= spec.top_k:
             return super().attend_latent(at, weights, written)
         if written.of_index is not None:
             lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)

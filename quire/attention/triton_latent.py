@@ -178,9 +178,8 @@ class TritonSparseAttention(TritonLatentAttention):
         spec, cache, metadata = at
         assert isinstance(metadata, TritonMetadata)
         assert spec.value_dim is not None
-        assert spec.top_k is not None
         batch, query = metadata.batch, written.query
-        if batch.max_context <= spec.top_k:
+        if spec.top_k is None or batch.max_context <= spec.top_k:  # None: of a drafter without an indexer
             return super().attend_latent(at, weights, written)
         if written.of_index is not None:
             lists = (batch.tables, batch.rows, batch.contexts, batch.query_starts)

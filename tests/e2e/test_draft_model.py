@@ -16,6 +16,7 @@ from quire.runner.proposers.draft_model import DraftModel
 from quire.runner.runner import Runner
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
+from tests.e2e.draft_heads import SPARSE
 from tests.e2e.drafting import EAGER, Counting, assert_same, draft_always, engine, run
 from tests.e2e.tiny import LATENT, Answer, Driver, make_engine, make_model
 from tests.runner.engines import Spy, capture_steps, run_eagerly, spy_on, worker_of
@@ -39,12 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         "gemma3": make_model(folder / "gemma3", "gemma3_text", **GEMMA),
         "latents": make_model(folder / "latents", "deepseek_v3", **LATENT),
+        "sparse": make_model(folder / "sparse", "deepseek_v32", **SPARSE),
     }
 
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> dict[str, dict[str, Answer]]:
-    return {name: run(engine(models[name])) for name in ("llama", "gemma3", "latents")}
+    return {name: run(engine(models[name])) for name in ("llama", "gemma3", "latents", "sparse")}
 
 
 def drafting(target: Path, draft: Path, **settings: Any) -> tuple[EngineCore, Counting]:
@@ -66,7 +68,13 @@ def propose_eagerly(core: EngineCore) -> None:
 
 @pytest.mark.parametrize(
     ("target", "draft", "depth"),
-    [("llama", "small", 3), ("gemma3", "llama", 2), ("latents", "small", 3), ("gemma3", "latents", 2)],
+    [
+        ("llama", "small", 3),
+        ("gemma3", "llama", 2),
+        ("latents", "small", 3),
+        ("gemma3", "latents", 2),
+        ("sparse", "latents", 2),
+    ],
 )
 def test_tokens_are_those_of_no_speculation(
     models: dict[str, Path], expected: dict[str, dict[str, Answer]], target: str, draft: str, depth: int
