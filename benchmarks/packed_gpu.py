@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.packed import PackedWeight
+from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_matmul import GroupedShape
 from quire.kernels.triton.packed_fragments import packed_fragments
-from quire.kernels.triton.packed_matmul import packed_tiles
+from quire.kernels.triton.packed_matmul import packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import packed_wide
 
@@ -73,7 +74,8 @@ IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 class Way(NamedTuple):
     """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights.
 
-    `fragments` has `bn` pieces at a time.
+    `fragments` has `bn` pieces at a time. `unpacked` is the library's matmul behind the kernel that unpacks, and
+    `unpack` that kernel alone.
     """
 
     kind: str
@@ -90,6 +92,10 @@ class Way(NamedTuple):
 
 def ways(rows: int, kind: str) -> Iterator[Way]:
     piece = PIECES[kind]
+    if rows >= 64:
+        yield Way("unpack", 0, 0, 0, 0, 1)
+        if EXPERTS[kind] == 1:
+            yield Way("unpacked", 0, 0, 0, 0, 1)
     if rows > 1 and kind.startswith("fp8"):
         tiles, copied = (DENSE_TILES, DENSE_WIDE) if kind == "fp8-dense" else (BYTE_TILES, BYTE_WIDE)
         most = min((size for size in tiles if size >= rows), default=max(tiles))
@@ -158,12 +164,17 @@ def calls(
     else:
         experts, top_k = min(EXPERTS[kind], most_experts or EXPERTS[kind]), TOP_K[kind]
         ids = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].to(torch.int32)
-        slots = None if way.kind in ("rows", "fragments") else sort_slots(ids, experts, way.bt)
+        slots = None if way.kind in ("rows", "fragments", "unpack") else sort_slots(ids, experts, way.bt)
         per_row = top_k if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
         x = torch.randn(rows * top_k // per_row, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(experts, n, k, kind) for _ in range(copies)]
 
     def run(weight: PackedWeight) -> Tensor:
+        if way.kind == "unpack":
+            return unpack(weight, x.dtype)
+        if way.kind == "unpacked":
+            out = torch.nn.functional.linear(x, unpack(weight, x.dtype))
+            return GATED[activation](out) if activation else out
         if way.kind == "fragments":
             return packed_fragments(x, ids, weight, None, activation, per_row=per_row, warps=way.warps, pieces=way.bn)
         if way.kind == "rows":
