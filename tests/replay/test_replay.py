@@ -38,9 +38,10 @@ def last_hash(trace: Trace) -> str:
 
 
 @pytest.mark.usefixtures("_quiet")
-def test_a_thousand_random_schedules_are_replayed_to_the_recorded_hash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_random_schedules_are_replayed_to_the_recorded_hash(count: int, tmp_path: Path) -> None:
     num_steps = num_preempted = num_drafted = 0
-    for seed in range(1000):
+    for seed in range(count):
         trace, poisoned = record(seed, tmp_path / str(seed), num_requests=5)
         replayed = core_for(trace, poisoned)
         report = replay_steps(trace.records(), replayed)
@@ -51,9 +52,9 @@ def test_a_thousand_random_schedules_are_replayed_to_the_recorded_hash(tmp_path:
         has_failed = any(isinstance(r, Failed) for r in trace.records())  # which preempts, too
         num_preempted += replayed.scheduler.state.num_preemptions > 0 and not has_failed
         num_drafted += any(len(ids) > 1 for r in trace.records() if isinstance(r, Finished) for ids in r.token_ids)
-    assert num_steps > 8_000
-    assert num_preempted > 15
-    assert num_drafted > 200
+    assert num_steps > 8 * count
+    assert num_preempted > count // 70
+    assert num_drafted > count // 5
 
 
 @pytest.mark.parametrize("seed", range(12))
