@@ -28,6 +28,7 @@ _COMPARED = ((1.2, 6), (1.5, 12), (2.5, 32), (float("inf"), 64))
 _LOSS = 4.0  # steps without drafts that all drafts together may have cost more than they gave
 _REGAINED = 0.006  # of these come back with each step
 _RARELY = 0.05  # acceptance below which guesses are made in some steps only
+_IN_VAIN = 8  # steps in a row that had guesses and verified none: after them too, for guessing takes the host time
 _ASKED = 8  # one in this many
 
 
@@ -119,7 +120,10 @@ class MeasuredLengths(EveryDraft):
         """`times` is for this object alone; `prior` is believed of acceptance."""
         self._costs = DraftCosts(times)
         self._prior = prior
+        self._step: StepDraft | None = None  # the one that is planned
         self._num_steps = 0
+        self._verifies = False  # whether that step does
+        self._num_in_vain = 0
         self._last_probe = 0  # the step that last verified drafts although they looked too expensive
         self._last_plain = 0  # the step that last verified none
         self._compare_after = _COMPARED[0][1]  # steps after it, until one is to be measured again
@@ -127,23 +131,28 @@ class MeasuredLengths(EveryDraft):
         self._accepted_worth = 0.0  # of each accepted draft of the step that is judged, in such steps
 
     def may_ask(self, track: Track, step: StepDraft) -> bool:
+        self._begin(step)
+        if self._num_in_vain >= _IN_VAIN:
+            return self._num_steps % _ASKED == 0
         track.num_steps += 1
         return track.acceptance(self._prior) >= _RARELY or track.num_steps % _ASKED == 0
 
     def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
-        self._num_steps += 1
+        self._begin(step)
         counts = [0] * len(offers)
         gains: list[tuple[float, int]] = []  # probability that a draft holds, its offer
+        rows = max(1, len(step.requests) - step.num_prompts)
+        most = self._costs.most(rows)
         for number, offer in enumerate(offers):
             if offer.track.credit > 0.0:
                 chance = 1.0 if offer.drafter == "forced" else offer.track.acceptance(self._prior)
-                gains += [(held, number) for held in accumulate(repeat(chance, len(offer.tokens)), mul)]
-        rows = max(1, len(step.requests) - step.num_prompts)
+                gains += [(held, number) for held in accumulate(repeat(chance, min(most, len(offer.tokens))), mul)]
         gains.sort(reverse=True)
-        best = self._best(rows, [held for held, _ in gains[: self._costs.most(rows)]])
+        best = self._best(rows, [held for held, _ in gains[:most]])
+        self._num_in_vain = 0 if best else self._num_in_vain + 1
         if not best:
-            self._last_plain = self._num_steps
             return counts
+        self._verifies = True
         cost = self._costs.extra(rows, best) / best * rows
         for _, number in gains[:best]:
             counts[number] += 1
@@ -167,6 +176,12 @@ class MeasuredLengths(EveryDraft):
         self._account = min(_LOSS, self._account + _REGAINED)
         if is_known:
             self._account -= self._costs.measured(rows, num_drafts, seconds)
+
+    def _begin(self, step: StepDraft) -> None:
+        if step is not self._step:
+            if not self._verifies:
+                self._last_plain = self._num_steps
+            self._step, self._num_steps, self._verifies = step, self._num_steps + 1, False
 
     def _best(self, rows: int, gains: list[float]) -> int:
         """How many of these drafts give the most tokens a second, the most probable first."""

@@ -44,6 +44,8 @@ class Drafter(ABC):
     """Most drafts of a request in a step, if the settings do not say."""
     proposes: ClassVar[bool] = False
     """Whether its guesses come from the worker, with the result of the step that was asked for them."""
+    is_certain: ClassVar[bool] = False
+    """Whether its guesses hold. As the worker's, they are looked for in every step, also where others are not."""
 
     def open(self, request: Request) -> bool:
         """A request begins. False if there will never be a guess for it: then it is not closed either."""
@@ -100,15 +102,16 @@ class Drafts(NoDrafts):
         ahead: list[tuple[int, Track]] = []
         for index, request in enumerate(step.requests):
             speculated = self._requests.get(request)
-            room = min(step.budget, request.max_tokens_total - request.num_tokens, state.kv.most_drafts)
-            if speculated is None or room <= 0 or index in step.chunks:
+            if speculated is None or index in step.chunks:
                 continue
             drafters, track = speculated
-            track.follow(request)
             asks = self._lengths.may_ask(track, step)
-            for drafter in drafters:
-                if not (asks or drafter.proposes):
-                    continue
+            asked = drafters if asks else [one for one in drafters if one.proposes or one.is_certain]
+            room = min(step.budget, request.max_tokens_total - request.num_tokens, state.kv.most_drafts)
+            if not asked or room <= 0:
+                continue
+            track.follow(request)
+            for drafter in asked:
                 limit = min(room, self._drafters[drafter])
                 tokens = drafter.propose(request, request.num_pending - 1, limit)
                 assert len(tokens) <= limit

@@ -35,8 +35,10 @@ class KnowingDrafter(Drafter):
     def __init__(self, right: Right, longest: int, seed: int) -> None:
         self._right, self._longest = right, longest
         self._draw = random.Random(seed)
+        self.num_asked = 0
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
+        self.num_asked += 1
         start = len(request.token_ids) + num_in_flight
         guess = []
         for offset in range(min(limit, self._longest)):
@@ -207,6 +209,18 @@ def test_what_was_captured_for_drafts_is_not_what_they_cost(batch: int, at_least
     clock = CapturingClock(COSTS["like a GPU"], 0.05, 0)
     drafted = serve(batch, COSTS["like a GPU"], KnowingDrafter(PATTERNS["always"], 4, 7), clock=clock)
     assert without.seconds / drafted.seconds >= at_least
+
+
+class CertainDrafter(KnowingDrafter):
+    is_certain = True
+
+
+@pytest.mark.parametrize(("drafter", "most"), [(KnowingDrafter, 0.25), (CertainDrafter, 1.0)])
+def test_guesses_that_nothing_comes_of_are_made_in_few_steps(drafter: type[KnowingDrafter], most: float) -> None:
+    """At 64 rows drafts cost more than they give, and guessing for each of them takes the host time."""
+    guesses = drafter(PATTERNS["half"], 4, 7)
+    serve(64, COSTS["more than a step"], guesses)
+    assert most / 2 < guesses.num_asked / (64 * LENGTH) <= most
 
 
 @pytest.mark.parametrize("seed", range(8))

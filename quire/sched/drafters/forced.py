@@ -19,6 +19,7 @@ def nothing_forced(request_id: str) -> Forced:
 class ForcedDrafter(Drafter):
     name = "forced"
     default_tokens = 16
+    is_certain = True
 
     def __init__(self, forced: Callable[[str], Forced]) -> None:
         self._forced = forced
