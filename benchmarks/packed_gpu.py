@@ -1,6 +1,6 @@
 """Matmuls with packed weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
 
-    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--best 4]
+    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--ways wide unpacked]
                                     [--out FILE]
 
 Shapes are those of llama-8b (int4 in groups of 128 with zero points; dense fp8 in 128x128 blocks) and of the experts
@@ -68,6 +68,7 @@ DENSE_WIDE = {
     64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (64, 32, 2, 4), (64, 32, 4, 4)],
     256: [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3)],
 }
+KINDS = ["rows", "fragments", "tiles", "wide", "scaled", "unpack", "unpacked"]
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
@@ -125,6 +126,7 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
     else:
         shapes, splits = [(128, 128, 8, 3)], [1, 2]
         wide = [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
+        wide += [(128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (256, 64, 64, 8, 4), (256, 64, 128, 8, 2)]
         wide_splits = [1, 2]
         if piece == 64:
             wide = [(64, 128, 64, 8, 4), (32, 128, 64, 8, 6), (64, 64, 64, 4, 4), (32, 64, 64, 4, 6)]
@@ -230,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--ways", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--best", type=int, default=4, help="ways to print of each matmul")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
@@ -240,6 +243,7 @@ def main() -> None:
         for name in SHAPES[kind]
         for rows in args.rows
         for way in ways(rows, kind)
+        if way.kind in args.ways
     ]
     few = {(kind, bool(SHAPES[kind][name][2]), rows, way): (kind, name, rows, way)
            for kind, name, rows, way in cases}  # fmt: skip
