@@ -1,6 +1,6 @@
 """Matmuls with packed weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
 
-    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--ways wide unpacked]
+    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--ways wide]
                                     [--out FILE]
 
 Shapes are those of llama-8b (int4 in groups of 128 with zero points; dense fp8 in 128x128 blocks) and of the experts
@@ -68,12 +68,25 @@ DENSE_WIDE = {
     64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (64, 32, 2, 4), (64, 32, 4, 4)],
     256: [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3)],
 }
-KINDS = ["rows", "fragments", "tiles", "wide", "scaled", "unpack", "unpacked"]
+# Of 4-bit weights with scaled weights, two sums in turn: tiles, warps, stages, splits.
+SCALED = {
+    64: [
+        *product([(64, 64, 128, 4, 2), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4)], [1, 2, 4]),
+        *product([(32, 64, 128, 4, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4), (64, 64, 64, 4, 6)], [1, 4, 8]),
+    ],
+    256: [
+        *product([(128, 64, 128, 4, 2), (128, 64, 128, 4, 3), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4)], [1, 2, 4]),
+        *product([(128, 128, 64, 8, 3), (128, 128, 128, 8, 2)], [1, 2]),
+    ],
+}
+KINDS = ["rows", "fragments", "tiles", "wide", "scaled", "paired", "unpack", "unpacked"]
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
 class Way(NamedTuple):
     """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights.
+
+    `paired` is `scaled` with two pieces in turn.
 
     `fragments` has `bn` pieces at a time. `unpacked` is the library's matmul behind the kernel that unpacks, and
     `unpack` that kernel alone.
@@ -125,8 +138,7 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
             wide_splits = [1]
     else:
         shapes, splits = [(128, 128, 8, 3)], [1, 2]
-        wide = [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
-        wide += [(128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (256, 64, 64, 8, 4), (256, 64, 128, 8, 2)]
+        wide = [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3)]
         wide_splits = [1, 2]
         if piece == 64:
             wide = [(64, 128, 64, 8, 4), (32, 128, 64, 8, 6), (64, 64, 64, 4, 4), (32, 64, 64, 4, 6)]
@@ -135,15 +147,17 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         yield Way("tiles", bt, bn, warps, stages, count, piece)
     for (bt, bn, bk, warps, stages), count in product(wide, wide_splits):
         yield Way("wide", bt, bn, warps, stages, count, bk)
-        if piece == 128 and rows > 16:
+    if kind == "int4" and rows > 16:
+        for (bt, bn, bk, warps, stages), count in SCALED[min(size for size in SCALED if size >= rows)]:
             yield Way("scaled", bt, bn, warps, stages, count, bk)
+            yield Way("paired", bt, bn, warps, stages, count, bk)
 
 
 def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
     if kind.startswith("fp8"):
         blocks = torch.rand(experts, n // 128, k // 128, device="cuda") / 256
         codes = torch.randint(0, 120, (experts, n, k), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        return PackedWeight(codes, blocks.repeat_interleave(128, 1))
+        return PackedWeight(codes, blocks.repeat_interleave(128, 1), lines_of_scale=128)
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
     if kind == "mxfp4":
         exponents = torch.randint(115, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
@@ -185,9 +199,9 @@ def calls(
                 splits=way.splits, lines=way.bn, block=way.bt, num_warps=way.warps,
             )  # fmt: skip
         shape = GroupedShape(way.bt, way.bn, way.bk, way.warps, way.stages)
-        if way.kind in ("wide", "scaled"):
-            in_sums = way.kind == "wide"
-            return packed_wide(x, slots, weight, None, shape, activation, splits=way.splits, in_sums=in_sums)
+        if way.kind in ("wide", "scaled", "paired"):
+            how = {"splits": way.splits, "in_sums": way.kind == "wide", "paired": way.kind == "paired"}
+            return packed_wide(x, slots, weight, None, shape, activation, **how)
         return packed_tiles(x, slots, weight, None, per_row, shape, activation, splits=way.splits)
 
     return [partial(run, weight) for weight in weights]
@@ -243,7 +257,7 @@ def main() -> None:
         for name in SHAPES[kind]
         for rows in args.rows
         for way in ways(rows, kind)
-        if way.kind in args.ways
+        if way.kind in args.ways and not (way.kind == "paired" and SHAPES[kind][name][2])
     ]
     few = {(kind, bool(SHAPES[kind][name][2]), rows, way): (kind, name, rows, way)
            for kind, name, rows, way in cases}  # fmt: skip

@@ -184,8 +184,8 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
                 ASM: tl.constexpr):  # fmt: skip
     """Scales of a piece, and what is taken from or multiplied into its weights: twice the same bfloat16."""
     if KIND == "e2m1":
-        power = _byte_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
-        scale, zero = power.to(tl.float32), (power + 63) * 0x00800080
+        zero = _powers_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
+        scale = zero.to(tl.float32)
     else:
         at = groups + (piece * 128 // GROUP)[:, None]
         scale = _scale_at(scale_ptr, at, ASM)
@@ -197,37 +197,157 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
 
 
 @triton.jit
+def _powers_at(scale_ptr, at, ASM: tl.constexpr):
+    """2 ** 63 times the powers of two whose exponents stand side by side, twice the same bfloat16."""
+    if not ASM:
+        return (_byte_at(scale_ptr, at, ASM) + 63) * 0x00800080
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 both;
+        .reg .b32 word;
+        ld.global.b16 both, [$2];
+        mov.b32 word, {both, both};
+        and.b32 $1, word, 255;
+        mad.lo.u32 $0, $1, 0x00800080, 0x1F801F80;
+        bfe.u32 $1, word, 8, 8;
+        mad.lo.u32 $1, $1, 0x00800080, 0x1F801F80;
+        }
+        """,
+        "=&r,=&r,l,l",
+        [scale_ptr + at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+def _wide_load(number: int, bits: int, at: int) -> list[str]:
+    """`number` numbers from one address, as 16-bit h0, h1, ... or as bytes of `word`."""
+    if bits == 8:
+        if number == 4:
+            return [".reg .b32 word;", f"ld.global.b32 word, [${at}];"]
+        return [".reg .b16 both;", ".reg .b32 word;", f"ld.global.b16 both, [${at}];", "mov.b32 word, {both, both};"]
+    words = [f"w{index}" for index in range(number // 2)]
+    loaded = f"ld.global.b32 w0, [${at}];" if number == 2 else f"ld.global.v2.b32 {{w0, w1}}, [${at}];"
+    split = [f"mov.b32 {{h{2 * index}, h{2 * index + 1}}}, {word};" for index, word in enumerate(words)]
+    return [f".reg .b16 h<{number}>, z;", f".reg .b32 w<{number // 2}>;", loaded, *split]
+
+
+def _wide_assembly(kind: str, number: int) -> str:
+    """The scales (of a type) or zeros of `number` pieces, each for two elements of a thread that want the same."""
+    lines = ["{", *_wide_load(number, 8 if kind == "zeros" else 16, 2 * number), "mov.b16 z, 0;"]
+    if kind == "zeros":
+        lines.pop()
+    for piece in range(number):
+        to = f"${2 * piece}"
+        if kind == "zeros":
+            lines += [f"prmt.b32 {to}, word, 0, 0x4{piece}4{piece};", f"or.b32 {to}, {to}, 0x43004300;"]
+        elif kind == "float16":
+            lines.append(f"cvt.f32.f16 {to}, h{piece};")
+        else:
+            lines.append(f"mov.b32 {to}, {{z, h{piece}}};")
+        lines.append(f"mov.b32 ${2 * piece + 1}, {to};")
+    return "\n".join([*lines, "}"])
+
+
+_TWO_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["l,l"]))
+_FOUR_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["l,l"]))
+
+
+@triton.jit
+def _wide_scales(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
+    """Scales of pieces side by side: one load for a line instead of one for each piece.
+
+    A line's numbers have a cache line of their own, and looking that up takes as long as some of the line's codes.
+    """
+    if PIECES == 2:
+        numbers = tl.inline_asm_elementwise(
+            WIDE, _TWO_OPERANDS, [at], dtype=(tl.float32, tl.float32), is_pure=False, pack=2
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            WIDE, _FOUR_OPERANDS, [at], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=2
+        )
+    return numbers
+
+
+@triton.jit
+def _wide_zeros(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
+    """The same of zeros."""
+    if PIECES == 2:
+        numbers = tl.inline_asm_elementwise(
+            WIDE, _TWO_OPERANDS, [at], dtype=(tl.int32, tl.int32), is_pure=False, pack=2
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            WIDE, _FOUR_OPERANDS, [at], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=2
+        )
+    return numbers
+
+
+@triton.jit
 def _with(values, value):
     """A tuple with one value more."""
     return values + (value,)  # noqa: RUF005 (the JIT compiler does not take (*values, value))
 
 
 @triton.jit
-def _stay(threads):
-    """What was asked for before is not moved behind this by the assembler, which would save registers so."""
-    tl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [threads], dtype=tl.int32, is_pure=False, pack=1
+def _stay(none):
+    """`none`, which is 0 for each thread, as the assembler does not know.
+
+    What was asked for before is not moved behind this, which would save registers, nor what needs the result before
+    it: shared memory is read here, at an address that any program has.
+    """
+    found = tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; ld.volatile.shared.b32 $0, [$1];",
+        "=r,r",
+        [none + 1024],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
+    return found & none
 
 
 @triton.jit
 def _read(
     first, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ASM: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr,
+    ASM: tl.constexpr, WIDE_SCALES: tl.constexpr, WIDE_ZEROS: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Codes of two lines, scales and zeros of the pieces from `first` on, each WARPS behind the one before."""
+    """Codes of two lines, scales and zeros of the pieces from `first` on."""
     lows, highs, scales, zeros = (), (), (), ()
     for number in tl.static_range(PIECES):
-        piece = first + number * WARPS
+        piece = first + number
         present = piece * 128 + 64 * chunk < K
         at = tl.multiple_of(16 * piece, 16)[:, None]
         low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
         high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-        there = tl.where(present, piece, 0)
-        scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, ASM)
         lows, highs = _with(lows, low), _with(highs, high)
-        scales, zeros = _with(scales, scale), _with(zeros, zero)
+        if WIDE_SCALES == "":
+            there = tl.where(present, piece, 0)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, ASM)
+            scales, zeros = _with(scales, scale), _with(zeros, zero)
+        elif zero_ptr is None:
+            zeros = _with(zeros, tl.full([32 * WARPS, 4], 0x43084308, tl.int32))
+    if WIDE_SCALES != "":
+        at = groups + tl.where(first * 128 < K, first, 0)[:, None]
+        scales = _wide_scales(scale_ptr + at, WIDE_SCALES, PIECES)
+        if zero_ptr is not None:
+            zeros = _wide_zeros(zero_ptr + at, WIDE_ZEROS, PIECES)
     return lows, highs, scales, zeros
+
+
+@triton.jit
+def _activations(x_at, first, chunk, K, PIECES: tl.constexpr):
+    """Four slices of each piece."""
+    xs = ()
+    for number in tl.static_range(PIECES):
+        present = ((first + number) * 128 + 64 * chunk < K)[:, None]
+        x_piece = x_at + tl.multiple_of((first + number) * 64, 32)[:, None]
+        for index in tl.static_range(4):
+            xs = _with(xs, tl.load(x_piece + 8 * index, mask=present, other=0))
+    return xs
 
 
 @triton.jit
@@ -250,14 +370,17 @@ def _packed_fragment_kernel(
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
+    WIDE_SCALES: tl.constexpr,  # assembly that reads the scales of a warp's pieces at once, or ""
+    WIDE_ZEROS: tl.constexpr,
     WARPS: tl.constexpr,
-    PIECES: tl.constexpr,  # of a warp, which are read at once
+    PIECES: tl.constexpr,  # of a warp, side by side
+    TILES: tl.constexpr,  # of a program, one after the other
     PDL: tl.constexpr,
 ):
-    """16 lines, of one matrix for all rows of x, or of the expert of one slot."""
+    """Tiles of 16 lines, of one matrix for all rows of x, or of the expert of one slot."""
     allow_dependents(PDL)
-    tiles = tl.cdiv(N, 16)
-    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    programs = tl.cdiv(N, 16 * TILES)
+    slot, tile = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
     thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 4)[None, :]
     warp, lane = thread // 32, thread % 32
     index, quarter = lane // 4, lane % 4
@@ -276,61 +399,62 @@ def _packed_fragment_kernel(
     width = tl.multiple_of(K // 8, 8)
     low_at = codes_ptr + tl.multiple_of(line * width + 4 * quarter, 4)[:, None] + i
     high_at = codes_ptr + tl.multiple_of((line + apart) * width + 4 * quarter, 4)[:, None] + i
-    begin = 32 * chunk + 4 * (quarter % 2)
-    x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + begin, 4)[:, None] + i
+    x_begin = 32 * chunk + 4 * (quarter % 2)
+    x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + x_begin, 4)[:, None] + i
     groups = (line[:, None] + i // 2 * apart) * (K // GROUP)
-    acc = tl.zeros([32 * WARPS, 4], tl.float32)
     STEP: tl.constexpr = WARPS * PIECES
-    read = _read(warp, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K, KIND, GROUP, ASM, WARPS, PIECES)
-    wait_for_predecessor(PDL)
-    for first in range(0, tl.cdiv(K, 128), STEP):
-        # The next pieces are on their way while these are multiplied.
-        after = _read(
-            first + STEP + warp,
-            chunk,
-            i,
-            low_at,
-            high_at,
-            scale_ptr,
-            zero_ptr,
-            groups,
-            K,
-            KIND,
-            GROUP,
-            ASM,
-            WARPS,
-            PIECES,
-        )
-        if ASM and KIND == "int4":
-            _stay(warp)
-        lows, highs, scales, zeros = read
-        for number in tl.static_range(PIECES):
-            piece = first + number * WARPS + warp
-            present = (piece * 128 + 64 * chunk < K)[:, None]
-            x_piece = x_at + tl.multiple_of(piece * 64, 32)[:, None]
-            x0 = tl.load(x_piece, mask=present, other=0)
-            x1 = tl.load(x_piece + 8, mask=present, other=0)
-            x2 = tl.load(x_piece + 16, mask=present, other=0)
-            x3 = tl.load(x_piece + 24, mask=present, other=0)
-            part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
-            acc += part if KIND == "e2m1" else part * scales[number]
-        read = after
-    sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
-    out = tl.reshape(tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 2, 1, 3)), [16, 8])
-    if KIND == "e2m1":
-        out *= 9223372036854775808.0  # 2 ** 63
-    _put(
-        out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
-        ACTIVATION, TOP_K,
+    begin = warp * PIECES
+    none = thread * 0 + (N >> 30)
+    read = _read(
+        begin, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K,
+        KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
     )  # fmt: skip
+    wait_for_predecessor(PDL)
+    lines: tl.constexpr = 16 if ACTIVATION == "" else 8
+    num_pieces = tl.cdiv(K, 128)
+    for turn in range(TILES):
+        acc = tl.zeros([32 * WARPS, 4], tl.float32)
+        for first in range(0, num_pieces, STEP):
+            # Activations are asked for before the next codes, since loads come back in the order of asking. Those
+            # codes are on their way while these are multiplied.
+            xs = _activations(x_at, first + begin, chunk, K, PIECES)
+            if ASM:
+                _stay(none)
+            goes_on = ((first + STEP >= num_pieces) & (turn + 1 < TILES)).to(tl.int32)
+            after = _read(
+                (first + STEP) * (1 - goes_on) + begin, chunk, i,
+                low_at + goes_on * (lines * width), high_at + goes_on * (lines * width),
+                scale_ptr, zero_ptr, groups + goes_on * (lines * (K // GROUP)), K,
+                KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
+            )  # fmt: skip
+            if ASM:
+                none = _stay(none)
+            lows, highs, scales, zeros = read
+            for number in tl.static_range(PIECES):
+                x0, x1, x2, x3 = xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3]
+                zero = zeros[number] + none[:, None]
+                part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zero, KIND, ASM, WARPS)
+                acc += part if KIND == "e2m1" else part * scales[number]
+            read = after
+        sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
+        _put(
+            sums, tile + turn, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+            KIND, ACTIVATION, TOP_K,
+        )  # fmt: skip
+        low_at += lines * width
+        high_at += lines * width
+        groups += lines * (K // GROUP)
 
 
 @triton.jit
 def _put(
-    out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
-    ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
+    sums, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Store 16 lines of 8 tokens, of which an expert's slot has the first."""
+    """Store 16 lines of 8 tokens, of which an expert's slot has the first; `sums` are as matrix units have them."""
+    out = tl.reshape(tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 2, 1, 3)), [16, 8])
+    if KIND == "e2m1":
+        out *= 9223372036854775808.0  # 2 ** 63
     lines, outputs, width = lines_of(tile, N, 16, ACTIVATION != "")
     line, line_mask = expert * N + lines, outputs < width
     if line_scale_ptr is not None:
@@ -373,6 +497,12 @@ def _fits(weight: PackedWeight) -> bool:
     return not weight.has_bytes and weight.group % _COLUMNS == 0
 
 
+def _wide_fits(weight: PackedWeight, pieces: int) -> bool:
+    """Whether each piece has a scale of its own, and those of a warp are aligned and all there."""
+    is_short = weight.scales.dtype in (torch.float16, torch.bfloat16)
+    return pieces in (2, 4) and weight.group == _COLUMNS and is_short and weight.sizes[2] // _COLUMNS % pieces == 0
+
+
 def packed_fragments(
     x: Tensor,
     expert_ids: Tensor | None,
@@ -384,6 +514,7 @@ def packed_fragments(
     per_row: int = 1,
     warps: int = 8,
     pieces: int = 4,
+    tiles: int = 1,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`.
 
@@ -395,7 +526,11 @@ def packed_fragments(
     out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     _, scales, zeros, _, line_scale = _parts(weight)
     rows = num_slots if expert_ids is None else out.shape[1]
-    _packed_fragment_kernel[(triton.cdiv(n, _LINES) * (1 if expert_ids is None else num_slots),)](
+    wide_scales = ""
+    if torch.cuda.is_available() and _wide_fits(weight, pieces):
+        wide_scales = _wide_assembly(str(weight.scales.dtype).removeprefix("torch."), pieces)
+    tiles = tiles if n % (tiles * _LINES) == 0 else 1
+    _packed_fragment_kernel[(triton.cdiv(n, tiles * _LINES) * (1 if expert_ids is None else num_slots),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
         scales,
@@ -414,8 +549,11 @@ def packed_fragments(
         PER_ROW=per_row,
         GROUP=weight.group,
         ASM=torch.cuda.is_available(),
+        WIDE_SCALES=wide_scales,
+        WIDE_ZEROS=_wide_assembly("zeros", pieces) if wide_scales else "",
         WARPS=warps,
         PIECES=pieces,
+        TILES=tiles,
         num_warps=warps,
         **launch_options(),
     )

@@ -32,6 +32,8 @@ MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with
 _MAX_ROWS_WIDE = 256  # the same of copied tiles
 _MAX_FEW_ROWS = 16
 _MAX_LINES_ALONE = 8192  # of a matrix that one row multiplies without matrix instructions
+_FRAGMENT_TILES = 1  # of a program, of larger ones
+_MAX_FEW_COLUMNS = 2048  # of experts' bytes, of which a program has 32 lines
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
 # Up to how many slots an expert has on average, and how tiles are cut then.
@@ -48,6 +50,7 @@ _WIDE_SHAPES = (
     (64, GroupedShape(64, 128, 64, 8, 4)),
 )
 _WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
+_SCALED_SHAPE = GroupedShape(128, 64, PIECE, 4, 3)  # of one matrix and more than MAX_ROWS_PACKED rows
 # The same of bytes, with an activation and without: two warps have the smaller matrix instructions, whose operands
 # are read as words of four; those of four warps are read by two bytes, which more slots make up for.
 _BYTE_SHAPES = (
@@ -97,8 +100,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
 
 def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     _, n, k = weight.sizes
-    warps, pieces = (8, 2) if k > _MAX_LINES_ALONE else (4, 4 if n <= _MAX_LINES_ALONE else 2)
-    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=warps, pieces=pieces)
+    pieces = 2 if k <= _MAX_LINES_ALONE and n > _MAX_LINES_ALONE // 2 else 4
+    tiles = _FRAGMENT_TILES if n > _MAX_LINES_ALONE else 1
+    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=4, pieces=pieces, tiles=tiles)
 
 
 def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -108,9 +112,15 @@ def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, act
 
 
 def _wide_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """Weights of many rows are scaled instead of sums where that is faster: it is less exact, as unpacking is."""
     _, n, k = weight.sizes
-    splits = splits_of(n, k)
-    return _wide(x, weight, bias, activation, splits if x.shape[0] <= MAX_ROWS_PACKED else max(1, splits // 2))
+    is_many = x.shape[0] > MAX_ROWS_PACKED
+    if not is_many or weight.has_bytes:
+        return _wide(x, weight, bias, activation, max(1, splits_of(n, k) // (1 + is_many)))
+    num_programs = triton.cdiv(x.shape[0], _SCALED_SHAPE.bt) * triton.cdiv(n, _SCALED_SHAPE.bn)
+    paired = num_programs <= multiprocessors()  # else more programs take turns
+    how = {"in_sums": not (activation or paired), "paired": paired}
+    return packed_wide(x.contiguous(), None, weight, bias, _SCALED_SHAPE, activation, **how)
 
 
 def _wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
@@ -216,6 +226,8 @@ def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
     expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
     multiply: Callable[..., Tensor] = packed_rows
+    if gate_up.has_bytes and down.has_bytes and max(gate_up.sizes[2], down.sizes[2]) <= _MAX_FEW_COLUMNS:
+        multiply = partial(packed_rows, lines=32)
     if fragments_fit(x, gate_up, down):
         multiply = partial(packed_fragments, warps=4, pieces=2)
     a = multiply(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)

@@ -209,21 +209,61 @@ def _words_times_row(
     return out * 4611686018427387904.0 if KIND == "e2m1" else out  # 2 ** 62
 
 
+def _fours_assembly() -> str:
+    """Four neighbours of x, bfloat16, for each of four words of codes side by side: one address for all."""
+    lines = ["{", ".reg .b32 a<8>;"]
+    lines += [
+        f"ld.global.v4.b32 {{{', '.join(f'a{4 * half + part}' for part in range(4))}}}, [$16+{16 * half}];"
+        for half in range(2)
+    ]
+    for word in range(4):
+        for pair in range(2):
+            both = f"a{2 * word + pair}"
+            lines.append(f"shl.b32 ${8 * pair + word}, {both}, 16;")
+            lines.append(f"and.b32 ${8 * pair + 4 + word}, {both}, 0xFFFF0000;")
+    return "\n".join([*lines, "}"])
+
+
+_FOURS: tl.constexpr = tl.constexpr(_fours_assembly())
+_FOURS_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
+
+
+@triton.jit
+def _fours(at):
+    """Four neighbours of x, bfloat16, as float32; a thread has four words of codes side by side.
+
+    By assembly: what the compiler loads it lays out for loading, and then moves through shared memory.
+    """
+    return tl.inline_asm_elementwise(
+        _FOURS, _FOURS_OPERANDS, [at], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=4
+    )
+
+
+@triton.jit
+def _float_at(at):
+    """The same of one float32."""
+    return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], tl.float32, is_pure=False, pack=1)
+
+
 @triton.jit
 def _bytes_times_row(
     x_ptr,
     codes_ptr,  # words of 32 bits
     scale_ptr,
     line,
+    first_line,
     inside,
     begin,
     end,
+    N,
     K,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
     PIECES: tl.constexpr,  # at a time
     WORDS: tl.constexpr,  # of a piece, which has one scale
+    EVEN: tl.constexpr,  # all pieces are there, x is bfloat16, and lines have the same scales
+    GATED: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     """The same of weights that are bytes; those that come next are on their way while some are multiplied.
@@ -236,22 +276,32 @@ def _bytes_times_row(
     first, last = tl.multiple_of(begin // 4, 16), tl.multiple_of(end // 4, 16)
     codes_at = codes_ptr + line[:, None, None] * width + word[None, :, :]
     groups = line * (K // GROUP)
+    groups_of_first = first_line.to(tl.int64) * (K // GROUP)
     exists = inside[:, None, None]
     words = tl.load(codes_at + first, mask=exists & (first + word < last)[None, :, :], other=0)
     wait_for_predecessor(WAITS)
     acc = tl.zeros([LINES, PIECES, WORDS], tl.float32)
     for start in range(first, last, PIECES * WORDS):
         present = start + word < last
-        x0, x1 = _pair(x_ptr, 2 * (start + word), present, 0, 1.0)
-        x2, x3 = _pair(x_ptr, 2 * (start + word) + 1, present, 0, 1.0)
-        there = inside[:, None] & (start + piece < last)[None, :]
-        scale = scale_of(scale_ptr, groups[:, None] + (4 * (start + piece) // GROUP)[None, :], there)
+        if EVEN:
+            x0, x1, x2, x3 = _fours(x_ptr + 4 * (start + word))
+            group = 4 * (start + piece) // GROUP
+            scale = _float_at(scale_ptr + groups_of_first + group)[None, :, None]
+            if GATED:
+                more = _float_at(scale_ptr + groups_of_first + N // 2 * (K // GROUP) + group)[None, :, None]
+                scale = tl.where((tl.arange(0, LINES) % 2 == 0)[:, None, None], scale, more)
+        else:
+            x0, x1 = _pair(x_ptr, 2 * (start + word), present, 0, 1.0)
+            x2, x3 = _pair(x_ptr, 2 * (start + word) + 1, present, 0, 1.0)
+            there = inside[:, None] & (start + piece < last)[None, :]
+            at = groups[:, None] + (4 * (start + piece) // GROUP)[None, :]
+            scale = scale_of(scale_ptr, at, there)[:, :, None]
         a0, a1, a2, a3 = four_floats(words, KIND)
         sums = a0 * x0[None, :, :]
         sums += a1 * x1[None, :, :]
         sums += a2 * x2[None, :, :]
         sums += a3 * x3[None, :, :]
-        acc += sums * scale[:, :, None]
+        acc += sums * scale
         ahead = start + PIECES * WORDS
         words = tl.load(codes_at + ahead, mask=exists & (ahead + word < last)[None, :, :], other=0)
     return tl.sum(tl.sum(acc, axis=2), axis=1)
@@ -288,6 +338,7 @@ def _packed_row_kernel(
     LINES: tl.constexpr,
     PIECES: tl.constexpr,  # of bytes, at a time
     BLOCK: tl.constexpr,  # words of 32 bits of a line at a time, or of a piece
+    EVEN: tl.constexpr,  # of bytes, lines of a program have the same scales, and all pieces are there
     WAITS: tl.constexpr,  # not before the first weights that are bytes are asked for
     PDL: tl.constexpr,
 ):
@@ -309,9 +360,12 @@ def _packed_row_kernel(
     begin = tl.multiple_of(tl.program_id(1) * k_per_split, CHUNK_COLUMNS)
     end = tl.minimum(begin + k_per_split, K)
     if KIND == "int8" or KIND == "e4m3":
+        GATED: tl.constexpr = ACTIVATION != ""
+        first_line = expert * N + tile * (LINES // 2 if GATED else LINES)
         out = _bytes_times_row(
-            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, LINES, PIECES, BLOCK, WAITS
-        )
+            x, codes_ptr, scale_ptr, line, first_line, inside, begin, end, N, K,
+            KIND, GROUP, LINES, PIECES, BLOCK, EVEN, GATED, WAITS,
+        )  # fmt: skip
     else:
         out = _words_times_row(
             x, codes_ptr, scale_ptr, zero_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, BLOCK
@@ -367,6 +421,8 @@ def packed_rows(
         block, columns = piece // 4, pieces * piece
         lines = lines or (8 if columns > _FEW_BYTES else 16)
     lines = lines or 16
+    is_even = torch.cuda.is_available() and x.dtype == torch.bfloat16 and weight.scales.dtype == torch.float32
+    is_even = is_even and weight.lines_of_scale % lines == 0 and n % lines == 0 and k % (splits * columns) == 0
     options = launch_options()
     parts, counters = out, out
     if splits > 1:
@@ -399,6 +455,7 @@ def packed_rows(
         LINES=lines,
         PIECES=pieces,
         BLOCK=block,
+        EVEN=is_even,
         WAITS=weight.has_bytes and expert_ids is None and options["PDL"],
         num_warps=num_warps,
         **options,

@@ -34,8 +34,11 @@ def _side_by_side(w0, w1, w2, w3, LINES: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _scales_at(scale_ptr, zero_ptr, at, mask, KIND: tl.constexpr):
-    """What is stored for a piece of each line: a scale and a zero point, or exponents of both halves of a chunk."""
+def _numbers_at(scale_ptr, zero_ptr, at, mask, KIND: tl.constexpr):
+    """What is stored for a piece of each line: a scale and a zero point, or exponents of both halves of a chunk.
+
+    Loaded where they are needed: carried from one iteration to the next, they would decide about the layout of codes.
+    """
     if KIND == "e2m1":
         first = tl.load(scale_ptr + at, mask=mask, other=0)
         second = tl.load(scale_ptr + at + 1, mask=mask, other=0)
@@ -94,7 +97,7 @@ def _columns(
     words, first, second, kind: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IN_SUMS: tl.constexpr,
     ASM: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Words and what `_scales_at` gives -> weights in the order of columns; bytes are so already, and not scaled.
+    """Words and what `_numbers_at` gives -> weights in the order of columns; bytes are so already, and not scaled.
 
     Integers are not scaled if IN_SUMS; E2M1 are 2 ** -63 of what they mean if ASM.
     """
@@ -120,7 +123,7 @@ def _columns(
             scale = tl.broadcast_to(first.to(tl.bfloat16)[:, None], [LINES, WORDS])
             w0, w1, w2, w3 = _scaled_integers(words, zero, scale)
         else:
-            scale = first.to(tl.float32)[:, None]
+            scale = first[:, None]
             w0, w1, w2, w3 = slices_of(words, zero, zero, tl.float32, False, False, LINES, WORDS)
             w0, w1 = (w0 * scale).to(kind), (w1 * scale).to(kind)
             w2, w3 = (w2 * scale).to(kind), (w3 * scale).to(kind)
@@ -129,16 +132,17 @@ def _columns(
 
 
 @triton.jit
-def _add_dot(acc, w, x, first, IN_SUMS: tl.constexpr, ASM: tl.constexpr):
-    """acc plus w times x, which is awaited: registers that are an operand cannot be filled while it is read.
+def _add_dot(acc, w, x, scale, IN_SUMS: tl.constexpr, ASM: tl.constexpr, AWAITED: tl.constexpr, SAME: tl.constexpr):
+    """acc plus w times x. The last of an iteration is AWAITED; one before it runs while weights are unpacked.
 
-    The compiler would begin the next piece first, and then has all matrix instructions wait for one another.
+    Registers that are an operand cannot be filled while it is read: if none were awaited, the compiler would begin
+    the next iteration first, and then has all matrix instructions wait for one another.
     """
     if IN_SUMS:
-        acc += tl.dot(w, x, input_precision="ieee") * first[:, None]
+        acc += tl.dot(w, x, input_precision="ieee") * (scale if SAME else scale[:, None])
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
-        if ASM:
+        if ASM and AWAITED:
             acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=False, pack=1)
     return acc
 
@@ -151,6 +155,44 @@ def _with_line(acc, line_scale_ptr, bias_ptr, line, mask):
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + line, mask=mask, other=0.0).to(tl.float32)[:, None]
     return acc
+
+
+@triton.jit
+def _put(
+    acc, more, place, inside, line, outputs, width, line_scale_ptr, bias_ptr, out_ptr, weights_ptr, order_ptr,
+    num_rows, kind: tl.constexpr, ACTIVATION: tl.constexpr, SCATTER: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a tile's lines and slots, with what is theirs besides."""
+    line_mask = outputs < width
+    slots = place
+    acc = _with_line(acc, line_scale_ptr, bias_ptr, line, line_mask)
+    if ACTIVATION != "":
+        more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
+        acc = gated(rounded(acc, kind), rounded(more, kind), ACTIVATION)
+    if SCATTER:
+        slots = tl.load(order_ptr + place, mask=inside, other=0)
+    if TOP_K > 0:
+        acc = weighted(acc, weights_ptr, slots, inside, kind)
+        slots = slots % TOP_K * num_rows + slots // TOP_K
+    at = slots.to(tl.int64)[:, None] * width + outputs[None, :]
+    mask = inside[:, None] & line_mask[None, :]
+    tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile_of(
+    tiles_ptr, num_slots, num_tiles, width, GROUPED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """A program's expert (-1: there is none), first slot, the slot behind its last, and number of its lines' tile."""
+    program, line_tiles = tl.program_id(0), tl.cdiv(width, BN)
+    if GROUPED:
+        tile, line_tile = program // line_tiles, program % line_tiles
+        expert = tl.load(tiles_ptr + tile)
+        first_slot, last_slot = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
+    else:  # tiles of the same lines side by side: the second finds them in the L2 cache
+        tile, line_tile = program % num_tiles, program // num_tiles
+        expert, first_slot, last_slot = tile * 0, tile * BT, tile * 0 + num_slots
+    return expert, first_slot, last_slot, line_tile
 
 
 @triton.jit
@@ -186,50 +228,59 @@ def _packed_wide_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PAIRED: tl.constexpr,  # two pieces of BK columns in an iteration
+    SAME_SCALES: tl.constexpr,  # the lines of a tile have the same
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
     CHUNKS: tl.constexpr = BK // 64
     kind: tl.constexpr = x_tiles.dtype
     width = N if ACTIVATION == "" else N // 2
-    line_tiles = tl.cdiv(width, BN)
-    tile, line_tile = tl.program_id(0) // line_tiles, tl.program_id(0) % line_tiles
-    if GROUPED:
-        expert = tl.load(tiles_ptr + tile)
-        if expert < 0:
-            return
-        first_slot = tl.load(tiles_ptr + num_tiles + tile)
-        last_slot = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    else:
-        expert, first_slot, last_slot = 0, tile * BT, num_slots
+    expert, first_slot, last_slot, line_tile = _tile_of(tiles_ptr, num_slots, num_tiles, width, GROUPED, BT, BN)
+    if expert < 0:
+        return
     place = first_slot + tl.arange(0, BT)
     inside = place < last_slot
     begin = tl.program_id(1) * k_per_split
-    end = tl.minimum(begin + k_per_split, K)
     outputs = line_tile * BN + tl.arange(0, BN)
     line_mask = outputs < width
     line = (expert * N + outputs).to(tl.int64)
     groups = line * (K // GROUP)
-    more_groups = (line + width) * (K // GROUP)
-    acc = tl.zeros([BN, BT], tl.float32)
-    more = tl.zeros([BN, BT], tl.float32)
-    for start in range(begin, end, BK):
-        group = start // GROUP
-        a, b = _scales_at(scale_ptr, zero_ptr, groups + group, line_mask, KIND)
-        if ACTIVATION != "":
-            c, d = _scales_at(scale_ptr, zero_ptr, more_groups + group, line_mask, KIND)
-        words = word_tiles.load([expert * N + line_tile * BN, start // PER_WORD])
+    # Two sums: of gates and of what they gate, or of pieces that are even and odd.
+    HAS_MORE: tl.constexpr = ACTIVATION != "" or PAIRED
+    more_lines = width if ACTIVATION != "" else 0
+    next_column = BK if PAIRED else 0
+    first_line = expert * N + line_tile * BN
+    more_groups = groups + more_lines * (K // GROUP)
+    acc, more = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
+    STEP: tl.constexpr = 2 * BK if PAIRED else BK
+    if SAME_SCALES:  # numbers, which can be asked for while the piece before is multiplied
+        scale_at = scale_ptr + first_line.to(tl.int64) * (K // GROUP)
+        more_at = scale_at + more_lines * (K // GROUP)
+        next_scale, next_more = tl.load(scale_at + begin // GROUP), tl.load(more_at + begin // GROUP)
+    for start in range(begin, tl.minimum(begin + k_per_split, K), STEP):
+        if SAME_SCALES:
+            a, b, c, d = next_scale, next_scale, next_more, next_more
+            after = tl.minimum(start + STEP, K - STEP) // GROUP
+            next_scale, next_more = tl.load(scale_at + after), tl.load(more_at + after)
+        else:
+            a, b = _numbers_at(scale_ptr, zero_ptr, groups + start // GROUP, line_mask, KIND)
+            if HAS_MORE:
+                c, d = _numbers_at(scale_ptr, zero_ptr, more_groups + (start + next_column) // GROUP, line_mask, KIND)
+        words = word_tiles.load([first_line, start // PER_WORD])
         x = x_tiles.load([first_slot, start]).T
         w = _columns(words, a, b, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
-        acc = _add_dot(acc, w, x, a, IN_SUMS, ASM)
-        if ACTIVATION != "":
-            words = word_tiles.load([expert * N + width + line_tile * BN, start // PER_WORD])
+        acc = _add_dot(acc, w, x, a, IN_SUMS, ASM, not HAS_MORE, SAME_SCALES)
+        if HAS_MORE:
+            words = word_tiles.load([first_line + more_lines, (start + next_column) // PER_WORD])
+            if PAIRED:
+                x = x_tiles.load([first_slot, start + next_column]).T
             w = _columns(words, c, d, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
-            more = _add_dot(more, w, x, c, IN_SUMS, ASM)
+            more = _add_dot(more, w, x, c, IN_SUMS, ASM, True, SAME_SCALES)
+    acc += more if PAIRED else 0.0
     if KIND == "e2m1" and ASM:
         acc *= 9223372036854775808.0  # 2 ** 63
         more *= 9223372036854775808.0
-    slots = place
     if SPLITS > 1:
         split_at = place.to(tl.int64)[None, :] * N + outputs[:, None]
         mask = inside[None, :] & line_mask[:, None]
@@ -241,18 +292,10 @@ def _packed_wide_kernel(
             return
         if ACTIVATION != "":
             more = sum_splits(parts_ptr + width, size, split_at, mask, BN, BT, SPLITS)
-    acc = _with_line(acc, line_scale_ptr, bias_ptr, line, line_mask)
-    if ACTIVATION != "":
-        more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
-        acc = gated(rounded(acc, kind), rounded(more, kind), ACTIVATION)
-    if SCATTER:
-        slots = tl.load(order_ptr + place, mask=inside, other=0)
-    if TOP_K > 0:
-        acc = weighted(acc, weights_ptr, slots, inside, kind)
-        slots = slots % TOP_K * num_rows + slots // TOP_K
-    at = slots.to(tl.int64)[:, None] * width + outputs[None, :]
-    mask = inside[:, None] & (outputs < width)[None, :]
-    tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+    _put(
+        acc, more, place, inside, line, outputs, width, line_scale_ptr, bias_ptr, out_ptr, weights_ptr, order_ptr,
+        num_rows, kind, ACTIVATION, SCATTER, TOP_K,
+    )  # fmt: skip
 
 
 def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
@@ -285,6 +328,7 @@ def packed_wide(
     splits: int = 1,
     in_sums: bool = True,
     scatter: bool = False,
+    paired: bool = False,
 ) -> Tensor:
     """x [slots, K], sorted if there are `slots`, times the matrices of their experts -> [slots, N].
 
@@ -308,7 +352,9 @@ def packed_wide(
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
     bk = CHUNK if weight.is_float else min(shape.bk, weight.group)
-    stage = (4 * shape.bt + halves * shape.bn * code_bits // 4) * bk // 2  # bytes of both sides
+    paired = paired and not activation and not in_sums and k % (2 * bk) == 0
+    step = bk * (1 + paired)
+    stage = (4 * shape.bt + halves * shape.bn * code_bits // 4) * step // 2  # bytes of both sides
     _packed_wide_kernel[(num_tiles * triton.cdiv(n // halves, shape.bn), splits)](
         TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, bk]),
         TensorDescriptor(codes, list(codes.shape), [k // per_word, 1], [shape.bn, bk // per_word]),
@@ -327,7 +373,7 @@ def packed_wide(
         out.shape[1],
         n,
         k,
-        triton.cdiv(triton.cdiv(k, splits), bk) * bk,
+        triton.cdiv(triton.cdiv(k, splits), step) * step,
         KIND=_kind(weight),
         PER_WORD=per_word,
         ACTIVATION=activation,
@@ -341,6 +387,8 @@ def packed_wide(
         BT=shape.bt,
         BN=shape.bn,
         BK=bk,
+        PAIRED=paired,
+        SAME_SCALES=in_sums and weight.has_bytes and weight.lines_of_scale % shape.bn == 0,
         num_warps=shape.num_warps,
         num_stages=stages_within(shape.num_stages, stage, 4096),
         **launch_options(),

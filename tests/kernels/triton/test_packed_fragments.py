@@ -46,6 +46,39 @@ def test_few_rows(kind: str, group: int, k: int, rows: int, warps: int, pieces: 
     close(out, torch.nn.functional.silu(gate) * up, 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "pieces"), [("zeros", 2), ("zeros", 4), ("implied", 4)])
+def test_scales_of_several_pieces_are_read_at_once(kind: str, pieces: int, dtype: torch.dtype) -> None:
+    from quire.kernels.triton.packed_fragments import packed_fragments
+
+    torch.manual_seed(0)
+    k = 128 * pieces * 3  # in the second iteration the second warp has none
+    weight, dense = make_packed(1, 40, k, 128, kind)
+    exact = weight.scales.cpu()
+    weight = weight._replace(scales=weight.scales.to(dtype))
+    dense *= (weight.scales.cpu().float() / exact).repeat_interleave(128, -1)
+    x = torch.randn(2, k).bfloat16()
+    close(packed_fragments(x.to(DEVICE), None, weight, None, warps=2, pieces=pieces), x.float() @ dense[0].T, 1e-2)
+
+
+@pytest.mark.parametrize(("kind", "group", "k"), [("zeros", 128, 384), ("e2m1", 32, 448)])
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_tiles_of_a_program(kind: str, group: int, k: int, activation: str) -> None:
+    """What comes first of the next tile is read beside what is last of the one before."""
+    from quire.kernels.triton.packed_fragments import packed_fragments
+
+    torch.manual_seed(0)
+    weight, dense = make_packed(1, 128, k, group, kind)
+    x = torch.randn(2, k).bfloat16()
+    expected = x.float() @ dense[0].T
+    if activation:
+        gate, up = expected.bfloat16().float().chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    for tiles in (1, 2, 4):
+        out = packed_fragments(x.to(DEVICE), None, weight, None, activation, warps=2, pieces=2, tiles=tiles)
+        close(out, expected, 2e-2)
+
+
 def test_slots_of_experts() -> None:
     from quire.kernels.triton.packed_fragments import packed_fragments
     from quire.ops.grouped import grouped_gate_up

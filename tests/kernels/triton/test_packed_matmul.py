@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -126,14 +127,27 @@ def test_tiles_copied_by_the_tensor_memory_unit(group: int, kind: str) -> None:
     weight, dense = make_packed(1, 144, k, group, kind)
     x, bias = torch.randn(19, k).to(HALF) / 16, torch.randn(1, 144)
     expected = x.float() @ dense[0].T + bias
-    for splits, in_sums in ((1, True), (2, True), (1, False)):
-        shape = GroupedShape(16, 128, 128, 4, 2)
-        out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, splits=splits, in_sums=in_sums)
-        close(out, expected)
+    given = x.to(DEVICE), None, weight, bias.to(DEVICE), GroupedShape(16, 128, 64, 4, 2)
+    for splits, in_sums in product((1, 2), (True, False)):
+        close(packed_wide(*given, splits=splits, in_sums=in_sums), expected)
     gate, up = expected.to(HALF).float().chunk(2, -1)
-    for splits in (1, 2):
-        out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, "silu", splits=splits)
+    for splits, in_sums in product((1, 2), (True, False)):
+        out = packed_wide(*given, "silu", splits=splits, in_sums=in_sums)
         close(out, torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("k", [256, 384, 768])
+def test_pieces_that_are_multiplied_in_turn(k: int) -> None:
+    """With 384 columns the last piece has no other: then there is one sum."""
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_wide import packed_wide
+
+    weight, dense = make_packed(1, 144, k, 128, "zeros")
+    x = torch.randn(40, k).to(HALF) / 16
+    for splits in (1, 2):
+        shape = GroupedShape(16, 128, 128, 4, 2)
+        out = packed_wide(x.to(DEVICE), None, weight, None, shape, splits=splits, in_sums=False, paired=True)
+        close(out, x.float() @ dense[0].T)
 
 
 def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
