@@ -293,20 +293,22 @@ def _with(values, value):
 
 
 @triton.jit
-def _stay(none):
+def _stay(none, STAYS: tl.constexpr):
     """`none`, which is 0 for each thread, as the assembler does not know.
 
     What was asked for before is not moved behind this, which would save registers, nor what needs the result before
-    it: shared memory is read here, at an address that any program has.
+    it: shared memory is read here, where warps leave their sums for one another. One warp alone has no such place.
     """
-    found = tl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; ld.volatile.shared.b32 $0, [$1];",
-        "=r,r",
-        [none + 1024],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    found = none
+    if STAYS:
+        found = tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; ld.volatile.shared.b32 $0, [$1];",
+            "=r,r",
+            [none + 1024],  # what is below is not the program's
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     return found & none
 
 
@@ -374,13 +376,12 @@ def _packed_fragment_kernel(
     WIDE_ZEROS: tl.constexpr,
     WARPS: tl.constexpr,
     PIECES: tl.constexpr,  # of a warp, side by side
-    TILES: tl.constexpr,  # of a program, one after the other
     PDL: tl.constexpr,
 ):
-    """Tiles of 16 lines, of one matrix for all rows of x, or of the expert of one slot."""
+    """16 lines, of one matrix for all rows of x, or of the expert of one slot."""
     allow_dependents(PDL)
-    programs = tl.cdiv(N, 16 * TILES)
-    slot, tile = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
+    tiles = tl.cdiv(N, 16)
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 4)[None, :]
     warp, lane = thread // 32, thread % 32
     index, quarter = lane // 4, lane % 4
@@ -403,6 +404,7 @@ def _packed_fragment_kernel(
     x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + x_begin, 4)[:, None] + i
     groups = (line[:, None] + i // 2 * apart) * (K // GROUP)
     STEP: tl.constexpr = WARPS * PIECES
+    STAYS: tl.constexpr = ASM and WARPS > 1
     begin = warp * PIECES
     none = thread * 0 + (N >> 30)
     read = _read(
@@ -410,40 +412,29 @@ def _packed_fragment_kernel(
         KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
     )  # fmt: skip
     wait_for_predecessor(PDL)
-    lines: tl.constexpr = 16 if ACTIVATION == "" else 8
-    num_pieces = tl.cdiv(K, 128)
-    for turn in range(TILES):
-        acc = tl.zeros([32 * WARPS, 4], tl.float32)
-        for first in range(0, num_pieces, STEP):
-            # Activations are asked for before the next codes, since loads come back in the order of asking. Those
-            # codes are on their way while these are multiplied.
-            xs = _activations(x_at, first + begin, chunk, K, PIECES)
-            if ASM:
-                _stay(none)
-            goes_on = ((first + STEP >= num_pieces) & (turn + 1 < TILES)).to(tl.int32)
-            after = _read(
-                (first + STEP) * (1 - goes_on) + begin, chunk, i,
-                low_at + goes_on * (lines * width), high_at + goes_on * (lines * width),
-                scale_ptr, zero_ptr, groups + goes_on * (lines * (K // GROUP)), K,
-                KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
-            )  # fmt: skip
-            if ASM:
-                none = _stay(none)
-            lows, highs, scales, zeros = read
-            for number in tl.static_range(PIECES):
-                x0, x1, x2, x3 = xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3]
-                zero = zeros[number] + none[:, None]
-                part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zero, KIND, ASM, WARPS)
-                acc += part if KIND == "e2m1" else part * scales[number]
-            read = after
-        sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
-        _put(
-            sums, tile + turn, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
-            KIND, ACTIVATION, TOP_K,
+    acc = tl.zeros([32 * WARPS, 4], tl.float32)
+    for first in range(0, tl.cdiv(K, 128), STEP):
+        # Activations are asked for before the next codes, since loads come back in the order of asking. Those codes
+        # are on their way while these are multiplied.
+        xs = _activations(x_at, first + begin, chunk, K, PIECES)
+        _stay(none, STAYS)
+        after = _read(
+            first + STEP + begin, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K,
+            KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
         )  # fmt: skip
-        low_at += lines * width
-        high_at += lines * width
-        groups += lines * (K // GROUP)
+        none = _stay(none, STAYS)
+        lows, highs, scales, zeros = read
+        for number in tl.static_range(PIECES):
+            x0, x1, x2, x3 = xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3]
+            zero = zeros[number] + none[:, None]
+            part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zero, KIND, ASM, WARPS)
+            acc += part if KIND == "e2m1" else part * scales[number]
+        read = after
+    sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
+    _put(
+        sums, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+        KIND, ACTIVATION, TOP_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -514,7 +505,6 @@ def packed_fragments(
     per_row: int = 1,
     warps: int = 8,
     pieces: int = 4,
-    tiles: int = 1,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`.
 
@@ -529,8 +519,7 @@ def packed_fragments(
     wide_scales = ""
     if torch.cuda.is_available() and _wide_fits(weight, pieces):
         wide_scales = _wide_assembly(str(weight.scales.dtype).removeprefix("torch."), pieces)
-    tiles = tiles if n % (tiles * _LINES) == 0 else 1
-    _packed_fragment_kernel[(triton.cdiv(n, tiles * _LINES) * (1 if expert_ids is None else num_slots),)](
+    _packed_fragment_kernel[(triton.cdiv(n, _LINES) * (1 if expert_ids is None else num_slots),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
         scales,
@@ -553,7 +542,6 @@ def packed_fragments(
         WIDE_ZEROS=_wide_assembly("zeros", pieces) if wide_scales else "",
         WARPS=warps,
         PIECES=pieces,
-        TILES=tiles,
         num_warps=warps,
         **launch_options(),
     )

@@ -32,7 +32,6 @@ MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with
 _MAX_ROWS_WIDE = 256  # the same of copied tiles
 _MAX_FEW_ROWS = 16
 _MAX_LINES_ALONE = 8192  # of a matrix that one row multiplies without matrix instructions
-_FRAGMENT_TILES = 1  # of a program, of larger ones
 _MAX_FEW_COLUMNS = 2048  # of experts' bytes, of which a program has 32 lines
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
@@ -101,8 +100,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
 def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     _, n, k = weight.sizes
     pieces = 2 if k <= _MAX_LINES_ALONE and n > _MAX_LINES_ALONE // 2 else 4
-    tiles = _FRAGMENT_TILES if n > _MAX_LINES_ALONE else 1
-    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=4, pieces=pieces, tiles=tiles)
+    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=4, pieces=pieces)
 
 
 def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:

@@ -61,24 +61,6 @@ def test_scales_of_several_pieces_are_read_at_once(kind: str, pieces: int, dtype
     close(packed_fragments(x.to(DEVICE), None, weight, None, warps=2, pieces=pieces), x.float() @ dense[0].T, 1e-2)
 
 
-@pytest.mark.parametrize(("kind", "group", "k"), [("zeros", 128, 384), ("e2m1", 32, 448)])
-@pytest.mark.parametrize("activation", ["", "silu"])
-def test_tiles_of_a_program(kind: str, group: int, k: int, activation: str) -> None:
-    """What comes first of the next tile is read beside what is last of the one before."""
-    from quire.kernels.triton.packed_fragments import packed_fragments
-
-    torch.manual_seed(0)
-    weight, dense = make_packed(1, 128, k, group, kind)
-    x = torch.randn(2, k).bfloat16()
-    expected = x.float() @ dense[0].T
-    if activation:
-        gate, up = expected.bfloat16().float().chunk(2, -1)
-        expected = torch.nn.functional.silu(gate) * up
-    for tiles in (1, 2, 4):
-        out = packed_fragments(x.to(DEVICE), None, weight, None, activation, warps=2, pieces=2, tiles=tiles)
-        close(out, expected, 2e-2)
-
-
 def test_slots_of_experts() -> None:
     from quire.kernels.triton.packed_fragments import packed_fragments
     from quire.ops.grouped import grouped_gate_up
