@@ -352,6 +352,7 @@ def packed_wide(
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
     bk = CHUNK if weight.is_float else min(shape.bk, weight.group)
+    has_numbers = weight.scales.dtype in (torch.float32, torch.float16, torch.bfloat16)  # not exponents
     paired = paired and not activation and not in_sums and k % (2 * bk) == 0
     step = bk * (1 + paired)
     stage = (4 * shape.bt + halves * shape.bn * code_bits // 4) * step // 2  # bytes of both sides
@@ -388,7 +389,7 @@ def packed_wide(
         BN=shape.bn,
         BK=bk,
         PAIRED=paired,
-        SAME_SCALES=in_sums and weight.has_bytes and weight.lines_of_scale % shape.bn == 0,
+        SAME_SCALES=in_sums and weight.has_bytes and has_numbers and weight.lines_of_scale % shape.bn == 0,
         num_warps=shape.num_warps,
         num_stages=stages_within(shape.num_stages, stage, 4096),
         **launch_options(),

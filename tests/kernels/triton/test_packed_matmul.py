@@ -216,6 +216,38 @@ def test_bytes_copied_by_the_tensor_memory_unit(kind: str, num_experts: int) -> 
     close(packed_wide(sorted_rows, slots, weight, None, shape, "silu", scatter=True), expected)
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "exponents"])
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_lines_that_have_the_same_scales(kind: str, num_experts: int) -> None:
+    """As in 128x128 blocks: kernels that are told read a scale once for many lines."""
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_rows import packed_rows
+    from quire.kernels.triton.packed_wide import packed_wide
+    from quire.ops.grouped import grouped_gate_up
+
+    weight = make_bytes(num_experts, 256, 512, kind, group=128)
+    scales = weight.scales[:, ::64].repeat_interleave(64, 1).contiguous()
+    weight = weight._replace(scales=scales, lines_of_scale=64)
+    dense, x = weight.unpacked().cpu(), torch.randn(19, 512).to(HALF) / 16
+    if num_experts == 1:
+        shape = GroupedShape(16, 64, 128, 2, 2)
+        for splits in (1, 2):
+            close(packed_wide(x.to(DEVICE), None, weight, None, shape, splits=splits), x.float() @ dense[0].T)
+        for lines in (8, 32):
+            close(packed_rows(x[:1].to(DEVICE), None, weight, None, lines=lines), x[:1].float() @ dense[0].T)
+        return
+    ids = torch.rand(19, num_experts).argsort(-1)[:, :2].to(torch.int32)
+    expected = grouped_gate_up(x.float(), ids, dense, None, "silu").flatten(0, 1)
+    slots = sort_slots(ids.to(DEVICE), num_experts, 16)
+    sorted_rows = x[slots.order.cpu().long() // 2].to(DEVICE)
+    for lines in (32, 64):
+        shape = GroupedShape(16, lines, 128, 2, 2)
+        close(packed_wide(sorted_rows, slots, weight, None, shape, "silu", scatter=True), expected)
+    out = packed_rows(x[:1].to(DEVICE), ids[:1].to(DEVICE), weight, None, "silu", per_row=2, lines=32)
+    close(out, expected[:2])
+
+
 @pytest.mark.parametrize("kind", ["e2m1", "zeros", "int8", "e4m3", "minima", "line_scale"])
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp_fixed
