@@ -58,6 +58,7 @@ class Report:
     compared: list[Difference]  # in the order in which they run
     tolerance: float
     num_agreeing: int  # positions where both would choose the same next token
+    left_out: tuple[str, ...] = ()  # modules whose results have other shapes in transformers
 
     @property
     def first(self) -> Difference | None:
@@ -71,6 +72,8 @@ class Report:
             f"worst: {worst.describe()}",
             f"greedy next token: the same at {self.num_agreeing} of {self.num_tokens} positions",
         ]
+        if self.left_out:
+            lines.insert(1, f"left out, for their results have other shapes: {', '.join(self.left_out)}")
         if self.first is None:
             return "\n".join([*lines, "EQUAL"])
         last_good = self.compared.index(self.first) - 1
@@ -119,11 +122,11 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     with torch.inference_mode():
         ours = _capture(direct.model, lambda: direct.logits(token_ids))
         theirs = _capture(reference, lambda: reference(torch.tensor([token_ids])).logits[0])
-    compared = _compare(direct.model, ours, theirs, len(token_ids))
+    compared, left_out = _compare(direct.model, ours, theirs, len(token_ids))
     agree = int((ours.result.argmax(-1) == theirs.result.argmax(-1)).sum())
     if tolerance is None:
         tolerance = TOLERANCE if direct.dtype == torch.float32 else HALF_TOLERANCE
-    return Report(len(token_ids), compared, tolerance, agree)
+    return Report(len(token_ids), compared, tolerance, agree, left_out)
 
 
 def _encode(config: EngineConfig, text: str) -> list[int]:
@@ -153,7 +156,7 @@ def _load_reference(auto_model: Any, path: Path, dtype: Any) -> Any:
         if path.suffix == ".gguf":
             return auto_model.from_pretrained(path.parent, gguf_file=path.name, **options)
         return auto_model.from_pretrained(path, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
             f"transformers cannot load {path}, so there is nothing to compare with: {cause}; try a newer transformers"
@@ -231,9 +234,17 @@ def _watch_fused_norms(stack: ExitStack, module: Any, hook: Callable[[Any, tuple
         stack.callback(norm.register_forward_pre_hook(run_norms).remove)
 
 
-def _compare(model: Any, ours: _Captured, theirs: _Captured, num_tokens: int) -> list[Difference]:
-    """Match their modules with ours through the model's own weight map, in the order in which theirs ran."""
+def _compare(
+    model: Any, ours: _Captured, theirs: _Captured, num_tokens: int
+) -> tuple[list[Difference], tuple[str, ...]]:
+    """Match their modules with ours through the model's own weight map, in the order in which theirs ran.
+
+    Also the names of those that match and have results of other shapes, such as a sparse indexer.
+    """
+    from quire.layers.weights import WeightedLayer
+
     compared: list[Difference] = []
+    left_out: list[str] = []
     for name, output in theirs.outputs.items():
         destination = model.weight_map.resolve(f"{name}.weight")
         if destination is None or destination.module not in ours.outputs or name.endswith(FIRST_LAYER):
@@ -248,15 +259,19 @@ def _compare(model: Any, ours: _Captured, theirs: _Captured, num_tokens: int) ->
             mine, output = _input_of(FIRST_LAYER, ours), _input_of(FIRST_LAYER, theirs)
             compared.append(_difference(name, mine, output))
             continue
-        mine = ours.outputs[destination.module]
+        mine, layer = ours.outputs[destination.module], model.get_submodule(destination.module)
         if destination.piece is not None:
-            mine = _piece(model.get_submodule(destination.module), destination.piece, mine)
-        if mine.shape[0] >= num_tokens:
+            mine = _piece(layer, destination.piece, mine)
+        if isinstance(layer, WeightedLayer) and (order := layer.kept_order(destination.piece)) is not None:
+            output = output[..., order]
+        if not _layouts(mine, output):
+            left_out.append(name)
+        elif mine.shape[0] >= num_tokens:
             compared.append(_difference(name, mine, output))
     compared.append(_difference("logits", ours.result, theirs.result))
     if len(compared) < 3:
         raise ModelError("no op of the two models could be matched; the weight map names none of their modules")
-    return compared
+    return compared, tuple(left_out)
 
 
 def _input_of(suffix: str, captured: _Captured) -> Any:
@@ -267,23 +282,30 @@ def _piece(layer: Any, piece: str, output: Any) -> Any:
     """The columns of a merged layer's output that belong to one of its pieces."""
     start = 0
     for name, (size, *_) in layer.pieces("weight").items():
+        order = layer.kept_order(name)
+        size = size if order is None else len(order)
         if name == piece:
             return output[:, start : start + size]
         start += size
     raise ModelError(f"the merged layer has no piece {piece!r}")
 
 
-def _difference(name: str, ours: Any, theirs: Any) -> Difference:
-    """ours: [tokens or more, ...]; theirs: the same with a batch of one before it, heads perhaps before tokens."""
+def _layouts(ours: Any, theirs: Any) -> list[Any]:
+    """Their result in the layouts that ours may have.
+
+    ours: [tokens or more, ...]; theirs: the same with a batch of one before it, heads perhaps before tokens.
+    """
     theirs = theirs.squeeze(0).float()
     if ours.dim() == 2:
-        theirs = theirs.reshape(-1, ours.shape[1])
+        return [theirs.reshape(-1, ours.shape[1])] if theirs.numel() % ours.shape[1] == 0 else []
+    layouts = [theirs, theirs.transpose(0, 1)] if ours.dim() == 3 and theirs.dim() > 1 else [theirs]
+    return [layout for layout in layouts if layout.shape[1:] == ours.shape[1:]]
+
+
+def _difference(name: str, ours: Any, theirs: Any) -> Difference:
     scale = float(theirs.abs().max().clamp_min(1e-6))
-    layouts = [theirs, theirs.transpose(0, 1)] if ours.dim() == 3 else [theirs]
     apart = [
-        float((ours[: layout.shape[0]].float() - layout).abs().max()) / scale
-        for layout in layouts
-        if layout.shape[1:] == ours.shape[1:]
+        float((ours[: layout.shape[0]].float() - layout).abs().max()) / scale for layout in _layouts(ours, theirs)
     ]
     # With as many tokens as heads both layouts are possible, and the wrong one is far off.
     return Difference(name, min(apart))

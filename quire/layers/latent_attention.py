@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quire.attention.base import LayerCache, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.layers.attention import AttentionLayer, ForwardBatch
-from quire.layers.linear import Linear, Piece
+from quire.layers.linear import Linear, Piece, in_halves
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, StoredMatrix, Weight, as_tensor, matrix_of, rows_of
@@ -41,17 +41,8 @@ class RotatedLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
         self._interleaved = interleaved
 
-    def _arranged(self, index: int, rows: Weight) -> Weight:
-        if index not in self._interleaved:
-            return rows
-        return rows_of(rows, _in_halves(rows.shape[0], *self._interleaved[index]))
-
-
-def _in_halves(size: int, heads: int, first: int, end: int) -> Tensor:
-    """The order in which pairs of features [first, end) of each head, side by side, come to lie in two halves."""
-    order = torch.arange(size).view(heads, -1)
-    order[:, first:end] = order[:, first:end].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-    return order.flatten()
+    def _order(self, index: int) -> Tensor | None:
+        return in_halves(self._pieces[index].size, *found) if (found := self._interleaved.get(index)) else None
 
 
 class RotatedLayerNorm(LayerNorm):
@@ -61,8 +52,11 @@ class RotatedLayerNorm(LayerNorm):
         super().__init__(width, eps=eps, target=target)
         self._interleaved = interleaved
 
+    def kept_order(self, piece: str | None) -> Tensor | None:
+        return in_halves(self.weight.shape[0], 1, 0, self._interleaved)
+
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        super().load(parameter, piece, rows_of(weight, _in_halves(weight.shape[0], 1, 0, self._interleaved)))
+        super().load(parameter, piece, rows_of(weight, in_halves(weight.shape[0], 1, 0, self._interleaved)))
 
 
 class ScaledRMSNorm(RMSNorm):

@@ -159,12 +159,16 @@ class Linear(MatrixLayer, Stage):
 
     def _taken(self, index: int, weight: Weight, first: int) -> Weight:
         """The rows of a piece that this rank keeps, of a tensor in which the piece begins at row `first`."""
-        part = self._pieces[index]
-        return self._arranged(index, part_of(weight, 0, first + part.start, part.size))
+        part, order = self._pieces[index], self._order(index)
+        first += part.start
+        return part_of(weight, 0, first, part.size) if order is None else rows_of(weight, first + order)
 
-    def _arranged(self, index: int, rows: Weight) -> Weight:
-        """A piece's rows in the order in which they are kept."""
-        return rows
+    def kept_order(self, piece: str | None) -> Tensor | None:
+        return next((self._order(index) for index, part in enumerate(self._pieces) if part.name == piece), None)
+
+    def _order(self, index: int) -> Tensor | None:
+        """`kept_order` of a piece by its index, counted within this rank's part of it."""
+        return None
 
     def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
         down = pair.down[:, self.in_start : self.in_start + self.in_features]
@@ -236,9 +240,8 @@ class ReorderedLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
         self._orders = kept
 
-    def _taken(self, index: int, weight: Weight, first: int) -> Weight:
-        order = self._orders[index]
-        return super()._taken(index, weight, first) if order is None else rows_of(weight, first + order)
+    def _order(self, index: int) -> Tensor | None:
+        return self._orders[index]
 
 
 class QKVParallelLinear(Linear):
@@ -273,11 +276,16 @@ class QKVParallelLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
         self._interleaved_dim = head_dim if interleaved else None
 
-    def _arranged(self, index: int, rows: Weight) -> Weight:
-        if self._interleaved_dim is None or index == 2:
-            return rows
-        order = torch.arange(rows.shape[0]).view(-1, self._interleaved_dim // 2, 2).transpose(1, 2).flatten()
-        return rows_of(rows, order)
+    def _order(self, index: int) -> Tensor | None:
+        dim, size = self._interleaved_dim, self._pieces[index].size
+        return None if dim is None or index == 2 else in_halves(size, size // dim, 0, dim)
+
+
+def in_halves(size: int, heads: int, first: int, end: int) -> Tensor:
+    """The order in which pairs of features [first, end) of each head, side by side, come to lie in two halves."""
+    order = torch.arange(size).view(heads, -1)
+    order[:, first:end] = order[:, first:end].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return order.flatten()
 
 
 class RowParallelLinear(Linear):

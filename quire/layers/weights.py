@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.layers.scheme import Scheme, Weight, as_tensor
 
@@ -161,6 +161,10 @@ class WeightedLayer(nn.Module):
         `weight` has the checkpoint's shape and may alias a read-only mapping.
         """
         self.get_parameter(parameter).data.copy_(as_tensor(weight))
+
+    def kept_order(self, piece: str | None) -> Tensor | None:
+        """Of each output of a piece as it is kept, its row in the checkpoint; None: the rows are in that order."""
+        return None
 
     def finish(self) -> None:
         """All weights are there; called once before the first forward. Most layers have nothing left to do."""

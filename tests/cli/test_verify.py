@@ -19,7 +19,7 @@ from quire.layers.quant.plain import PlainLinear
 from quire.models.base import CausalLM
 from quire.types.errors import ConfigError
 from quire.worker import direct
-from tests.models.zoo import ARCHITECTURES, ROPES, Tiny
+from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, ROPES, Tiny
 
 LLAMA = ARCHITECTURES[0]
 
@@ -53,6 +53,61 @@ def test_every_architecture_is_equal(tmp_path: Path, tiny: Tiny) -> None:
     assert sum(name.endswith("self_attn.attention") for name in names) == 4
     assert sum(name.endswith("mlp.down_proj") for name in names) == 4
     assert names[-1] == "logits"
+
+
+# All but LongCat-Flash, of whose published folders transformers loads none.
+LATENT = [tiny for tiny in LATENTS if tiny.name != "longcat-flash"]
+INTERLEAVED = [tiny for tiny in MIXTURES if tiny.name == "ernie-moe"]
+
+
+@pytest.mark.parametrize("tiny", LATENT + INTERLEAVED, ids=lambda tiny: tiny.name)
+def test_rotated_pairs_are_compared_as_a_checkpoint_has_them(tmp_path: Path, tiny: Tiny) -> None:
+    report = verify(EngineConfig.from_flat(model=make(tmp_path, tiny)))
+    assert report.first is None, report.format()
+    names = [difference.name for difference in report.compared]
+    pieces = {f"{name}_proj" for name in ("q_b", "q", "k")} | {"kv_a_proj_with_mqa"}
+    assert sum(name.rpartition(".")[2] in pieces for name in names) == 8
+    assert sum(name.endswith("self_attn.attention") for name in names) == 4
+    indexers = tiny.keys.get("indexer_types", ["full"] * 4) if "index_topk" in tiny.keys else []
+    own = [f"model.layers.{layer}.self_attn.indexer" for layer, kind in enumerate(indexers) if kind == "full"]
+    assert sum(".indexer." in name for name in names) == 4 * len(own)
+    assert report.left_out == tuple(own)
+    assert ("left out" in report.format()) == bool(own)
+
+
+def test_a_model_whose_weights_transformers_cannot_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longcat = next(tiny for tiny in LATENTS if tiny.name == "longcat-flash")
+    assert main(["verify", make(tmp_path, longcat)]) == 1
+    assert "error: transformers cannot load" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "rows", "named"),
+    [
+        ("q_b_proj.method.weight", slice(20, 22), "layer 2, self_attn.q_b_proj"),
+        ("a_proj.method.weight", slice(60, 64), "layer 2, self_attn.kv_a_proj_with_mqa"),
+        ("indexer.k_norm.weight", slice(2, 4), "layer 2, self_attn.indexer.k_norm"),
+    ],
+)
+def test_names_the_rotated_part_that_was_tampered_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    parameter: str,
+    rows: slice,
+    named: str,
+) -> None:
+    dsa = make(tmp_path, next(tiny for tiny in LATENTS if tiny.name == "glm-moe-dsa"))
+    load = direct.load_model
+
+    def load_and_tamper(*args: Any) -> CausalLM:
+        loaded = load(*args)
+        add_to(f"model.layers.2.self_attn.{parameter}", rows)(loaded)
+        return loaded
+
+    monkeypatch.setattr(direct, "load_model", load_and_tamper)
+    assert main(["verify", dsa, "--quantization", "none"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"DIFFERENT, first at {named} (off by ")
 
 
 def test_prints_equal_and_exits_with_0(model: str, capsys: pytest.CaptureFixture[str]) -> None:
