@@ -22,6 +22,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as dsa
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
@@ -241,6 +242,55 @@ def mtp_dsa(folder: Path) -> tuple[Path, Draft]:
     return mtp_behind(make_model(folder, "glm_moe_dsa", **SPARSE), *kinds)
 
 
+LONGCAT: dict[str, Any] = {
+    **{
+        key: LATENT[key]
+        for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    **{"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24, "n_routed_experts": 8, "moe_topk": 3},
+    **{"zero_expert_num": 0, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "num_layers": 2},
+}
+
+
+class LongcatDraftLayer(nn.Module):
+    """No code of transformers has it: one attention and one MLP of LongCat-Flash."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = longcat.LongcatFlashMLA(config, 0), longcat.LongcatFlashMLP(config)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, longcat.LongcatFlashRMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def forward(self, hidden: Tensor, **place: Any) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), **place)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def mtp_longcat(folder: Path) -> tuple[Path, Draft]:
+    """With the names of meituan-longcat/LongCat-Flash-Chat."""
+    target = Target(make_model(folder, "longcat_flash", **LONGCAT))
+    layer, rotary = LongcatDraftLayer(target.config), longcat.LongcatFlashRotaryEmbedding(target.config)
+    enorm, hnorm, norm = (longcat.LongcatFlashRMSNorm(HIDDEN, target.config.rms_norm_eps) for _ in range(3))
+    project = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+    for seed, module in enumerate((layer, enorm, hnorm, norm, project)):
+        random_weights(module, seed)
+    first = "model.mtp.layers.0"
+    own = {
+        f"{first}.{'transformer_layer.' if name.startswith('mlp') else ''}{name}": weight
+        for name, weight in layer.state_dict().items()
+    }
+    own |= {f"{first}.enorm.m.weight": enorm.weight, f"{first}.hnorm.m.weight": hnorm.weight}
+    own |= {f"{first}.eh_proj.weight": project.weight, "model.mtp.norm.weight": norm.weight}
+    own |= {"model.mtp.embed_tokens.weight": target.model.model.embed_tokens.weight}
+    add_tensors(folder, own)
+    draft = drafts_of(
+        target,
+        lambda e, h: causal(layer, rotary, project(torch.cat((enorm(e), hnorm(h)), -1))),
+        lambda hidden: target.logits(norm(hidden)),
+    )
+    return folder, draft
+
+
 def mtp_glm(folder: Path) -> tuple[Path, Draft]:
     names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
     sizes = {**{name: LATENT[name] for name in names}, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
@@ -257,8 +307,6 @@ class DraftedQwen3(Qwen3):
 
 class WindowedMtp(Mtp):
     """No published module drafts for layers with windows: this one is of a Qwen3, in DeepSeek's layout."""
-
-    target = DraftedQwen3
 
     @classmethod
     def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:

@@ -35,6 +35,7 @@ MTP: dict[str, Callable[[Path], tuple[Path, Draft]]] = {
     "glm": draft_heads.mtp_glm,
     "glm-lite": draft_heads.mtp_glm_lite,
     "glm-dsa": draft_heads.mtp_dsa,
+    "longcat": draft_heads.mtp_longcat,
     "qwen": draft_heads.mtp_qwen,
     "qwen3.5": draft_heads.mtp_qwen35,
     "qwen3.5-moe": draft_heads.mtp_qwen35_moe,
@@ -171,7 +172,7 @@ def test_a_head_that_is_seldom_asked_computes_what_it_missed(
     assert num_executed[0] < num_executed[1] / 2, "it does not run when nobody asks it"
 
 
-@pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5", "eagle3 beside latents"], indirect=True)
+@pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5", "longcat", "eagle3 beside latents"], indirect=True)
 def test_tokens_are_those_of_no_speculation(case: Case) -> None:
     """Of the heads that test_speculation_covering.py leaves out."""
     target, config, _ = case

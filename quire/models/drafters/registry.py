@@ -11,17 +11,14 @@ HEADS: Registry[type[Model]] = Registry(
     "quire.models.drafters",
     {"eagle": "eagle:Eagle", "eagle3": "eagle:Eagle3", "medusa": "medusa:Medusa"},
 )
+_LIKE_DEEPSEEK = ("DeepseekV3", "DeepseekV32", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa")
+_LIKE_QWEN = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 MTP_MODULES: Registry[type[DraftHead]] = Registry(
     "target of speculative method mtp",
     "quire.models.drafters",
     {
-        "DeepseekV3ForCausalLM": "mtp:Mtp",
-        "DeepseekV32ForCausalLM": "mtp:DeepseekV32Mtp",
-        "Glm4MoeForCausalLM": "mtp:Glm4MoeMtp",
-        "Glm4MoeLiteForCausalLM": "mtp:Glm4MoeLiteMtp",
-        "GlmMoeDsaForCausalLM": "mtp:GlmMoeDsaMtp",
-        "Qwen3NextForCausalLM": "mtp:Qwen3NextMtp",
-        "Qwen3_5ForCausalLM": "mtp:Qwen35Mtp",
-        "Qwen3_5MoeForCausalLM": "mtp:Qwen35MoeMtp",
+        **dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_DEEPSEEK), "mtp:Mtp"),
+        **dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_QWEN), "mtp:Qwen3NextMtp"),
+        "LongcatFlashForCausalLM": "mtp:LongcatMtp",
     },
 )
