@@ -25,6 +25,13 @@ _LATENT = {
     **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     **{"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
+# As in DeepSeek's own configs, where both are equal; files have one number for them.
+_YARN = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"mscale": 0.707, "mscale_all_dim": 0.707},
+    }
+}
 _SPARSE = ("deepseek32", "glm-dsa")
 _LATENTS = ("deepseek2", *_SPARSE)
 _INDEX = {"index_n_heads": 16, "index_head_dim": 64, "index_topk": 12}
@@ -50,6 +57,13 @@ EXPERT_MODELS: dict[str, TinyModel] = {
     "dots1": TinyModel("dots1", "dots1", {**_ROUTED, **_EQUAL_HEADS}),
     "glm4moe": TinyModel("glm4moe", "glm4_moe", {**_ROUTED, "use_qk_norm": True}),
     "deepseek-v3": TinyModel("deepseek2", "deepseek_v3", {**_ROUTED, **_LATENT}),
+    "deepseek-v3-yarn": TinyModel(
+        "deepseek2", "deepseek_v3", {**_ROUTED, **_LATENT, **_YARN, "n_group": 4, "topk_group": 2}
+    ),
+    "glm4-moe-lite": TinyModel("deepseek2", "glm4_moe_lite", {**_ROUTED, **_LATENT}),
+    "deepseek-v2-yarn": TinyModel(
+        "deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, **_YARN, "norm_topk_prob": False}
+    ),
     "deepseek-v2": TinyModel("deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "norm_topk_prob": False}),
     "deepseek-v2-groups": TinyModel(
         "deepseek2",
@@ -255,7 +269,10 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_feed_forward_length(width * config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if spec.arch in ("dots1", "glm4moe", "minimax-m2", *_SPARSE) or spec.model_type == "deepseek_v3":
+    if spec.arch in ("dots1", "glm4moe", "minimax-m2", *_SPARSE) or spec.model_type in (
+        "deepseek_v3",
+        "glm4_moe_lite",
+    ):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if spec.arch in _LATENTS:
         _write_latent(writer, config, spec)
@@ -270,6 +287,8 @@ def _write_latent(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> None
         writer.add_q_lora_rank(config.q_lora_rank)
     if spec.model_type == "deepseek_v2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if "mscale_all_dim" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
     writer.add_kv_lora_rank(config.kv_lora_rank)
     writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
     writer.add_value_length(config.kv_lora_rank)
