@@ -157,11 +157,7 @@ _MANY_TOKENS = 64  # whose keys are not shared by several programs
 
 
 class TritonSparseAttention(TritonLatentAttention):
-    """Each token attends to the keys that an indexer selects.
-
-    To attention a token is then a row of its own, with blocks of one key each, in the order of their positions: a
-    context no longer than top-k gives the bits of dense attention.
-    """
+    """Each token attends to the keys that an indexer selects, in rows as those of `NativeSparseAttention`."""
 
     fused_queries = 1 << 30  # never: the unabsorbed form is dense
 

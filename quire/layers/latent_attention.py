@@ -14,7 +14,7 @@ from quire.layers.attention import AttentionLayer, ForwardBatch
 from quire.layers.linear import Linear, Piece, in_halves
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quant.registry import choose_quantization
-from quire.layers.scheme import F32, StoredMatrix, Weight, as_tensor, matrix_of, rows_of
+from quire.layers.scheme import F32, StoredMatrix, Weight, as_tensor, matrix_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.latent import GROUP, with_scales
@@ -54,9 +54,6 @@ class RotatedLayerNorm(LayerNorm):
 
     def kept_order(self, piece: str | None) -> Tensor | None:
         return in_halves(self.weight.shape[0], 1, 0, self._interleaved)
-
-    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        super().load(parameter, piece, rows_of(weight, in_halves(weight.shape[0], 1, 0, self._interleaved)))
 
 
 class ScaledRMSNorm(RMSNorm):

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from quire.layers.scheme import Scheme, Weight, as_tensor
+from quire.layers.scheme import Scheme, Weight, as_tensor, rows_of
 
 Schemes = Mapping[tuple[str, str | None], Scheme]  # of each (parameter, piece)
 NO_SCHEMES: Schemes = {}
@@ -160,7 +160,8 @@ class WeightedLayer(nn.Module):
 
         `weight` has the checkpoint's shape and may alias a read-only mapping.
         """
-        self.get_parameter(parameter).data.copy_(as_tensor(weight))
+        order = self.kept_order(piece)
+        self.get_parameter(parameter).data.copy_(as_tensor(weight if order is None else rows_of(weight, order)))
 
     def kept_order(self, piece: str | None) -> Tensor | None:
         """Of each output of a piece as it is kept, its row in the checkpoint; None: the rows are in that order."""

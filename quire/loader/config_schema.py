@@ -17,6 +17,8 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=-1, lt=MAX_TOKENS)]  # -1: none, as some files say
 HeadDim = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e30)]
+Base = Annotated[float, Meta(gt=1.0, le=1e30)]  # of frequencies: of 1 all were the same
+Magnitude = Annotated[float, Meta(ge=0.0, le=1e3)]  # 0: none
 Whole = Annotated[int, Meta(ge=0)]
 Part = Annotated[float, Meta(gt=0.0, le=1.0)]
 
@@ -24,15 +26,15 @@ Part = Annotated[float, Meta(gt=0.0, le=1.0)]
 class RopeSchema(msgspec.Struct):
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Positive | None = None
+    rope_theta: Base | None = None
     partial_rotary_factor: Part | None = None
     original_max_position_embeddings: Count | None = None
     factor: Positive | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: Magnitude | None = None
+    mscale_all_dim: Magnitude | None = None
     truncate: bool | None = None
     mixed_b: Positive | None = None
     low_freq_factor: Positive | None = None
@@ -80,7 +82,7 @@ class ConfigSchema(msgspec.Struct):
     is_causal: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
-    rope_theta: Positive | None = None
+    rope_theta: Base | None = None
     rope_local_base_freq: Positive | None = None
     partial_rotary_factor: Part | None = None
     rope_scaling: LayeredRopeSchema | None = None
@@ -155,14 +157,18 @@ class ConfigSchema(msgspec.Struct):
     norm_topk_prob: bool | None = None
     local_attention: Count | None = None
     global_attn_every_n_layers: Count | None = None
-    local_rope_theta: Positive | None = None
-    global_rope_theta: Positive | None = None
+    local_rope_theta: Base | None = None
+    global_rope_theta: Base | None = None
     norm_bias: bool | None = None
     classifier_bias: bool | None = None
     classifier_activation: str | None = None
     num_labels: Count | None = None
     id2label: dict[str, Any] | None = None
     routed_scaling_factor: Positive | None = None
+    scoring_func: str | None = None
+    moe_layer_freq: Count | None = None
+    mla_scale_q_lora: bool | None = None
+    mla_scale_kv_lora: bool | None = None
     n_group: Count | None = None
     topk_method: str | None = None
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
@@ -179,6 +185,7 @@ class ConfigSchema(msgspec.Struct):
     index_topk_pattern: str | list[str] | None = None
     indexer_types: list[str] | None = None
     rope_interleave: bool | None = None
+    indexer_rope_interleave: bool | None = None
     scale_emb: Positive | None = None
     scale_depth: Positive | None = None
     dim_model_base: Count | None = None

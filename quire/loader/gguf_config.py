@@ -57,7 +57,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": float(keys.number("rope.freq_base", DEFAULT_ROPE_THETA)),
+        "rope_theta": _rope_theta(keys),
         "rope_scaling": _rope_scaling(keys),
         **_special_tokens(file),
     }
@@ -122,6 +122,13 @@ def _vocab_size(file: GgufFile) -> int:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no matrix token_embd.weight; convert the model again")
     return embedding.shape[0]
+
+
+def _rope_theta(keys: GgufKeys) -> float:
+    theta = float(keys.number("rope.freq_base", DEFAULT_ROPE_THETA))
+    if not theta > 1.0:
+        raise keys.wrong("rope.freq_base", theta, "above 1")
+    return theta
 
 
 def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:

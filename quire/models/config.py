@@ -183,6 +183,12 @@ class ConfigReader(dict[str, Any]):
             )
         return self[found]
 
+    def one_of(self, key: str, *known: Any) -> Any:
+        """The value of a key, which is one of those that are supported: the first where the config has none."""
+        if (value := self.get(key, known[0])) not in known:
+            raise ModelError(f"{key} is {value!r} in the model config; supported: {', '.join(map(repr, known))}")
+        return value
+
     def flag(self, key: str) -> bool:
         return bool(self.get(key, False))
 

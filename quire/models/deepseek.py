@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.models.config import ConfigReader, DecoderConfig, IndexConfig
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
@@ -12,6 +12,8 @@ from quire.models.latent import latent_weights, read_latent
 from quire.types.errors import ModelError
 
 LATENT_EXPERTS = latent_weights(SHARED_EXPERTS)
+_ONES = dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1)
+_SPARSE = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 
 
 class DeepseekV2(DecoderLM):
@@ -21,12 +23,10 @@ class DeepseekV2(DecoderLM):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        read = ConfigReader(config, {"topk_method": "greedy", "n_routed_experts": None})
-        method = read["topk_method"]
-        if method not in ("greedy", "group_limited_greedy"):
-            raise ModelError(f"topk_method is {method!r}; use 'greedy' or 'group_limited_greedy'")
-        flags = grouped_experts(config)
-        experts = flags["experts"]
+        read = ConfigReader(config, {})
+        read.one_of("scoring_func", "softmax")
+        method = read.one_of("topk_method", "greedy", "group_limited_greedy")
+        experts = (flags := grouped_experts(config))["experts"]
         groups = {} if method == "group_limited_greedy" else {"num_groups": 1, "top_groups": 1}
         # transformers scales the weights whether or not the config asks for renormalized ones.
         routing = replace(experts.routing, score="softmax", group_score="max", renormalize=False, **groups)
@@ -34,52 +34,47 @@ class DeepseekV2(DecoderLM):
         return read_latent(config, interleaved_rope=True, **flags)
 
 
-DEFAULTS = {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-
-
 class DeepseekV3(DecoderLM):
     """DeepSeek-V3 and R1, Kimi-K2: latent attention; experts in groups, chosen by sigmoid scores and a bias."""
 
     weight_map = LATENT_EXPERTS
     has_draft_layer = True
+    defaults: ClassVar[dict[str, Any]] = {
+        **{"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        **{"first_k_dense_replace": 3, "n_shared_experts": 1, "rope_interleave": True},
+    }
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        interleaved = ConfigReader(config, {"rope_interleave": True}).flag("rope_interleave")
-        return read_latent(config, interleaved_rope=interleaved, **cls.experts(config))
-
-    @classmethod
-    def experts(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return grouped_experts(config, first_k_dense_replace=3, n_shared_experts=1, **DEFAULTS)
+        read = ConfigReader(config, cls.defaults)
+        read.one_of("scoring_func", "sigmoid")
+        index = _index(read) if "index_topk" in cls.defaults else None
+        return read_latent(config, index=index, interleaved_rope=read["rope_interleave"], **grouped_experts(read))
 
 
 class Glm4MoeLite(DeepseekV3):
     """GLM-4-MoE-Lite (GLM-4.7-Flash): DeepSeek-V3 with other defaults."""
 
-    @classmethod
-    def experts(cls, config: dict[str, Any]) -> dict[str, Any]:
-        defaults = {"norm_topk_prob": True, "routed_scaling_factor": 1.8}
-        return grouped_experts(config, first_k_dense_replace=1, n_shared_experts=1, **defaults)
+    defaults: ClassVar[dict[str, Any]] = {**DeepseekV3.defaults, **_ONES, "routed_scaling_factor": 1.8}
 
 
 class DeepseekV32(DeepseekV3):
     """DeepSeek-V3.2: V3 whose queries attend to the keys that a sparse indexer chooses."""
 
-    interleaved_index = False
+    defaults: ClassVar[dict[str, Any]] = {**DeepseekV3.defaults, **_SPARSE}
 
-    @classmethod
-    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        read = ConfigReader(config, {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
-        types = _indexer_types(read)
-        if len(types) != read["num_hidden_layers"] or types[:1] == ["shared"] or set(types) - {"full", "shared"}:
-            raise ModelError(
-                f"the indexers of the {read['num_hidden_layers']} layers are {types} (indexer_types or"
-                " index_topk_pattern in the model config); name 'full' or 'shared' for each, the first one 'full'"
-            )
-        shared = frozenset(layer for layer, kind in enumerate(types) if kind == "shared")
-        sizes = (read["index_n_heads"], read["index_head_dim"], read["index_topk"])
-        index = IndexConfig(*sizes, cls.interleaved_index, shared)
-        return read_latent(config, index=index, interleaved_rope=True, **cls.experts(config))
+
+def _index(read: ConfigReader) -> IndexConfig:
+    read.one_of("rope_interleave", True)
+    types = _indexer_types(read)
+    if len(types) != read["num_hidden_layers"] or types[:1] == ["shared"] or set(types) - {"full", "shared"}:
+        raise ModelError(
+            f"the indexers of the {read['num_hidden_layers']} layers are {types} (indexer_types or"
+            " index_topk_pattern in the model config); name 'full' or 'shared' for each, the first one 'full'"
+        )
+    shared = frozenset(layer for layer, kind in enumerate(types) if kind == "shared")
+    sizes = (read["index_n_heads"], read["index_head_dim"], read["index_topk"])
+    return IndexConfig(*sizes, read.flag("indexer_rope_interleave"), shared)
 
 
 def _indexer_types(read: ConfigReader) -> list[str]:
@@ -96,7 +91,7 @@ def _indexer_types(read: ConfigReader) -> list[str]:
 class GlmMoeDsa(DeepseekV32):
     """GLM-5: DeepSeek-V3.2 whose index is rotated in pairs side by side; layers may share one indexer's choice."""
 
-    interleaved_index = True
+    defaults: ClassVar[dict[str, Any]] = {**DeepseekV32.defaults, "indexer_rope_interleave": True}
 
 
 class MiniCPM3(DecoderLM):

@@ -7,7 +7,6 @@ from typing import Any
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
-from quire.types.errors import ModelError
 
 SHARED_EXPERTS = EXPERT_WEIGHTS.renaming(("shared_experts", "shared"))
 
@@ -31,7 +30,8 @@ class Dots1(DecoderLM):
 def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """Fields of a DecoderConfig by DeepSeek-V3's keys: the first layers are dense, the others have experts."""
     common = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
-    read = ConfigReader(config, {**common, "first_k_dense_replace": 0, "n_shared_experts": 0, **defaults})
+    layers = {"first_k_dense_replace": 0, "moe_layer_freq": 1, "n_shared_experts": 0}
+    read = ConfigReader(config, {**common, **layers, **defaults})
     routing = Routing(
         read["num_experts_per_tok"],
         score="sigmoid",
@@ -43,12 +43,10 @@ def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     )
     width, dense = read["moe_intermediate_size"], read["first_k_dense_replace"]
     types = read.get("mlp_layer_types") or [
-        "dense" if i < dense else "sparse" for i in range(read["num_hidden_layers"])
+        "dense" if i < dense or i % read["moe_layer_freq"] else "sparse" for i in range(read["num_hidden_layers"])
     ]
-    if len(types) != read["num_hidden_layers"]:
-        raise ModelError(f"mlp_layer_types has {len(types)} entries; it must have one for each layer")
     return {
-        "mlps": tuple({"dense": "gated", "sparse": "experts"}[kind] for kind in types),
+        "mlps": read.kinds("mlp_layer_types", types, {"dense": "gated", "sparse": "experts"}),
         "experts": ExpertsConfig(
             read.first("n_routed_experts", "num_local_experts"),
             width,
@@ -71,11 +69,10 @@ class Glm4Moe(DecoderLM):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        read = ConfigReader(config, {})
         return read_config(
             config,
             defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-            qk_norm="head" if read.flag("use_qk_norm") else "none",
+            qk_norm="head" if config.get("use_qk_norm") else "none",
             o_bias=False,
             **grouped_experts(config, norm_topk_prob=True, **_DEFAULTS),
         )

@@ -7,11 +7,10 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
 from quire.models.decoder import EXPERT_MATRICES, DecoderLM
-from quire.models.deepseek import DEFAULTS, LATENT_EXPERTS, DeepseekV3
+from quire.models.deepseek import LATENT_EXPERTS, DeepseekV3
 from quire.models.dots1 import grouped_experts
 from quire.models.kimi_delta import KIMI_STACK
 from quire.models.latent import read_latent
-from quire.types.errors import ModelError
 
 KIMI_MIXERS = {"linear_attention": "kimi_delta", "full_attention": "latent"}
 _STACK = {**LATENT_EXPERTS.stack, **KIMI_STACK}
@@ -29,14 +28,12 @@ class KimiLinear(DecoderLM):
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         of_linear = config.get("linear_attn_config") or {}
         read = ConfigReader(config, {**{"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}})
-        if read.get("moe_router_activation_func", "sigmoid") != "sigmoid":
-            raise ModelError(f"moe_router_activation_func is {read['moe_router_activation_func']!r}; use 'sigmoid'")
+        read.one_of("moe_router_activation_func", "sigmoid")
         count = read["num_hidden_layers"]
         attending = of_linear.get("full_attn_layers")  # counted from 1
         attends = {layer - 1 for layer in attending} if attending is not None else set(range(4, count, 4))
         usual = with_usual_names(config, 1 << 20)
-        defaults = {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "topk_group": 1}
-        experts = grouped_experts(usual, **defaults)
+        experts = grouped_experts(usual, routed_scaling_factor=2.446, first_k_dense_replace=1, topk_group=1)
         decoder = read_latent(usual, defaults={"rms_norm_eps": 1e-5}, **experts)
         size = of_linear.get("head_dim") or read["linear_head_dim"]
         return replace(
@@ -83,7 +80,7 @@ class BailingHybrid(DeepseekV3):
             config, {"head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_lower_bound": -5.0}
         )
         usual = with_usual_names(config, 1 << 18)
-        experts = grouped_experts(usual, first_k_dense_replace=2, **DEFAULTS)
+        experts = grouped_experts(usual, **{**DeepseekV3.defaults, "first_k_dense_replace": 2, "n_shared_experts": 0})
         common = {"rope_theta": 6_000_000.0}
         decoder = read_latent({**usual, "q_lora_rank": None}, defaults=common, interleaved_rope=True, **experts)
         assert decoder.latent is not None

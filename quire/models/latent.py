@@ -64,8 +64,8 @@ class LatentBlock(Mixer):
         if index is not None:  # every rank has the whole indexer
             width = index.num_heads * index.head_dim
             parts = {"indexer.wk": index.head_dim, "indexer.weights_proj": index.num_heads}
-            pieces += [whole_piece(*part) for part in parts.items()]
-            index_queries = [whole_piece("indexer.wq_b", width)]
+            pieces += [Piece(name, size, 0, size) for name, size in parts.items()]
+            index_queries = [Piece("indexer.wq_b", width, 0, width)]
             if index.interleaved_rope:
                 key_turned, query_turned = {2: (1, 0, latent.rope_dim)}, {1: (index.num_heads, 0, latent.rope_dim)}
         if latent.gated:
@@ -151,10 +151,6 @@ class Indexer(Stage):
         return IndexInputs(query.unflatten(-1, (self._num_heads, -1)), self.k_norm(key), weights)
 
 
-def whole_piece(name: str, size: int) -> Piece:
-    return Piece(name, size, 0, size)
-
-
 def _latent(config: DecoderConfig) -> LatentConfig:
     assert config.latent is not None, "latent attention needs its sizes"
     return config.latent
@@ -193,6 +189,10 @@ def read_latent(
         raise ModelError("a sparse indexer reads the compressed queries; the model config needs q_lora_rank")
     if latent.rope_dim % 2:
         raise ModelError(f"qk_rope_head_dim is {latent.rope_dim}, but features are rotated in pairs; correct it")
+    if index is not None and index.head_dim < latent.rope_dim:
+        raise ModelError(
+            f"index_head_dim is {index.head_dim}, but {latent.rope_dim} features are rotated; correct it"
+        )
     if read.flag("attention_bias") and latent.q_rank is None:
         raise ModelError("attention_bias without q_lora_rank is not supported: no published model has both")
     num_layers = read["num_hidden_layers"]

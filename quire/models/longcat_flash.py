@@ -23,6 +23,7 @@ from quire.types.cache import LayerKV
 from quire.types.errors import ModelError
 
 _HALVES = {**{name: name for name in ("self_attn", "input_layernorm", "post_attention_layernorm")}, "mlps": "mlp"}
+_FIXED = {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
 
 
 class LatentPair(LatentBlock):
@@ -90,11 +91,9 @@ class LongcatFlash(DecoderLM):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        read = ConfigReader(
-            config, {"zero_expert_num": 0, "zero_expert_type": "identity", "routed_scaling_factor": 6.0}
-        )
-        if read["zero_expert_type"] != "identity":
-            raise ModelError(f"zero_expert_type is {read['zero_expert_type']!r}; only 'identity' is supported")
+        read = ConfigReader(config, {"zero_expert_num": 0, "routed_scaling_factor": 6.0})
+        for key, value in _FIXED.items():
+            read.one_of(key, value)
         top_k = read.first("moe_topk", "num_experts_per_tok")
         if not isinstance(top_k, int):
             raise ModelError(f"moe_topk is {top_k}; it must be one number, for all layers")

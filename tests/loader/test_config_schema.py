@@ -90,6 +90,21 @@ def test_the_message_has_file_value_and_bounds(tmp_path: Path) -> None:
     assert "download the file again" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_theta", 1.0),  # YaRN divides by its logarithm
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "mscale": float("nan")}),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "mscale_all_dim": -40.0}),
+        ("moe_layer_freq", 0),
+        ("moe_layer_freq", [0, 1, 1]),
+    ],
+)
+def test_what_gives_no_numbers_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is "):
+        load(tmp_path, {**CONFIG, key: value})
+
+
 def test_heads_that_have_no_size(tmp_path: Path) -> None:
     config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "hidden_size": 3}
     with pytest.raises(ModelError, match="hidden_size is 3, which 4 heads cannot share"):
@@ -97,7 +112,7 @@ def test_heads_that_have_no_size(tmp_path: Path) -> None:
 
 
 def test_every_key_that_architectures_read_is_known() -> None:
-    reads = re.compile(r"(?:config|read|given)(?:\.get\(|\.flag\(|\[)\"(\w+)\"")
+    reads = re.compile(r"(?:config|read|given)(?:\.get\(|\.flag\(|\.one_of\(|\[)\"(\w+)\"")
     files = [*ROOT.glob("quire/models/*.py"), *ROOT.glob("quire/layers/rope/*.py")]
     keys = {key for file in files for key in reads.findall(file.read_text(encoding="utf-8"))}
     assert {"hidden_size", "rope_theta", "factor"} <= keys

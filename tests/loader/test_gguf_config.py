@@ -78,6 +78,7 @@ def test_the_logit_scale_of_granite_is_required(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("rope__freq_base", 1.0, "above 1"),
         ("block_count", 0, "a positive whole number"),
         ("block_count", (1 << 32) - 1, "at most 10000"),
         ("attention__head_count", "four", "a positive whole number"),
