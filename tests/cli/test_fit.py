@@ -15,6 +15,7 @@ from quire.engine.spare import SPARE_MEMORY
 from quire.planning.engine_plan import plan_memory
 from quire.types.ledger import LedgerLine
 from quire.utils.units import format_bytes
+from tests.models.zoo import INDEX, LATENT_KEYS, ROUTED_EXPERTS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 256, **SIZES}
@@ -23,11 +24,11 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_positio
 def test_prints_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "a.gguf"
-    model.touch()
+    model = tmp_path
+    (model / "config.json").write_text(json.dumps(CONFIG))
     asked: list[EngineConfig] = []
 
-    def plan_memory(config: EngineConfig, others: list[LedgerLine], stage: int) -> SimpleNamespace:
+    def plan_memory(config: EngineConfig, others: list[LedgerLine], stage: int, platform: None) -> SimpleNamespace:
         asked.append(config)
         return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB", num_kv_blocks=1)
 
@@ -99,6 +100,22 @@ def test_a_standby_is_in_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "smollm2", "--standby", "--no-spare-engine"]) == 0
     lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
     assert "a second process of `quire serve`, loaded and idle" in lines["standby engine"]
+
+
+def test_what_a_latent_cache_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {**SIZES, **LATENT_KEYS, **INDEX, **ROUTED_EXPERTS, "vocab_size": 100, "max_position_embeddings": 256}
+    latent = "latent cache: 44 numbers of a token in a layer"
+    heads = "; keys and values of 4 heads would be 192, 4.4 times as many"
+    for architecture, expected in {
+        "DeepseekV3ForCausalLM": latent + heads,
+        "DeepseekV32ForCausalLM": f"{latent}, and 16 of an index key{heads}",
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps({**keys, "architectures": [architecture]}))
+        assert main(["fit", str(tmp_path)]) == 0
+        assert expected in capsys.readouterr().out.splitlines()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["fit", str(tmp_path)]) == 0
+    assert "latent" not in capsys.readouterr().out
 
 
 FEW_LAYERS = {  # a large model that is planned in a moment

@@ -44,6 +44,16 @@ def test_what_fit_prints_of_deepseek_v3(
     bits = re.search(r"M parameters of ([0-9.]+) bits", printed)
     assert bits is not None
     assert 8 <= float(bits[1]) < 10, "the config says that matrices are fp8"
+    (saved,) = re.findall(r"^latent cache: .*$", PAGE, flags=re.M)
+    assert saved in printed.splitlines(), "also where the machine is too small"
+
+
+def test_what_the_page_says_of_sizes() -> None:
+    line, heads = 512 + 64, 128 * (128 + 64 + 128)
+    of_token = {"69 KiB": 2 * 61 * line / 2**10, "4.8 MiB": 2 * 61 * heads / 2**20}
+    for said, number in {**of_token, "19.1 GiB": 4112 * 2 * 61 * heads / 2**30}.items():
+        assert f" {said}" in PAGE
+        assert f"{number:.1f}".startswith(said.split()[0]) or round(number) == int(said.split()[0])
 
 
 def test_its_picture_is_there() -> None:
