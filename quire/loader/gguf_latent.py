@@ -53,6 +53,10 @@ def _deepseek(keys: GgufKeys, config: dict[str, Any]) -> None:
     deepseek_experts(keys, config)
     latent_sizes(keys, config)
     is_v2 = keys.count("expert_gating_func", _SOFTMAX) == _SOFTMAX
+    if is_v2 and config["norm_topk_prob"]:
+        raise keys.wrong(
+            "expert_weights_norm", True, "false with softmax scores: DeepSeek-V2 does not divide weights"
+        )
     config |= {
         "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from quire.loader.gguf import GgufCheckpoint
 from quire.loader.gguf_names import ARCHITECTURES
 from quire.loader.mapper import load_weights, planned_bytes
 from quire.models.base import CausalLM
+from quire.types.errors import CheckpointError
 from tests.loader.gguf_experts import EXPERT_MODELS, write_expert_gguf
 from tests.loader.gguf_tiny import VOCAB_SIZE
 from tests.loader.llama_cpp import LlamaCpp
@@ -48,6 +50,16 @@ def test_floats_compute_what_llama_cpp_and_transformers_compute(tmp_path: Path, 
     for length in (1, 7, 40):
         expected = oracle.next_token_logprobs(TOKENS[:length])
         torch.testing.assert_close(found[length - 1], expected, rtol=0, atol=1e-3)
+
+
+def test_renormalized_softmax_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp divides them by their sum, transformers' DeepSeek-V2 never does; no published file asks for it."""
+    spec = EXPERT_MODELS["deepseek-v2"]
+    asks = replace(spec, config={**spec.config, "norm_topk_prob": True})
+    monkeypatch.setitem(EXPERT_MODELS, "deepseek-v2", asks)
+    write_expert_gguf("deepseek-v2", tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"deepseek2\.expert_weights_norm is True; it must be false"):
+        GgufCheckpoint(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
