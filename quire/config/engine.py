@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import date, datetime
 from math import inf
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, get_type_hints
 
 from quire.config import env
 from quire.config.groups import (
@@ -26,6 +23,7 @@ from quire.config.groups import (
 )
 from quire.config.hosts import nth_address
 from quire.config.speculative import check_speculative, read_speculative
+from quire.config.typed import typed
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
@@ -132,18 +130,7 @@ def _checked(group_type: type[Any], setting: Field[Any], value: Any) -> Any:
             raise ConfigError(f"{name}: {error}") from error
     if name == "speculative_config" and value is not None:
         return read_speculative(value)
-    hint = get_type_hints(group_type)[name]
-    try:
-        return msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{name} is {value!r} but must be {_describe(hint)}") from error
-
-
-def _describe(hint: Any) -> str:
-    """A type in words: "one of 'fcfs', 'priority'", "int or None"."""
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
+    return typed(name, value, get_type_hints(group_type)[name])
 
 
 def check(config: EngineConfig) -> None:

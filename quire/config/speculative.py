@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
-
-import msgspec
+from typing import Any, get_type_hints
 
 from quire.config.groups import SpeculativeConfig
+from quire.config.typed import typed
 from quire.types.errors import ConfigError
 
 _COUNT = ("num_speculative_tokens",)
@@ -33,6 +32,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 PROPOSING = ("draft_model", "eagle", "eagle3", "medusa", "mtp")  # methods with weights: the worker drafts
 MAX_DRAFTS = 64  # of a request in a step; more of them hardly ever hold
+MAX_NGRAM = 64  # tokens of the shortest n-gram: each position of a request is indexed by as many
 
 
 def read_speculative(value: object) -> SpeculativeConfig:
@@ -44,7 +44,7 @@ def read_speculative(value: object) -> SpeculativeConfig:
         raise ConfigError(f"speculative_config is {value!r} but must be a dict such as {example}")
     given: dict[str, Any] = dict(value)
     method = given.get("method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(f"speculative_config: method is {method!r} but must be one of {', '.join(sorted(METHODS))}")
     if "model" in METHODS[method] and not given.get("model"):
         raise ConfigError(f"speculative_config: method {method} needs model, the folder or name of its weights")
@@ -55,10 +55,10 @@ def read_speculative(value: object) -> SpeculativeConfig:
         if name != "method" and name not in METHODS[method]:
             takes = ", ".join(METHODS[method]) or "no other field"
             raise ConfigError(f"speculative_config: method {method} does not read {name}; it reads {takes}")
-    try:
-        return msgspec.convert(given, SpeculativeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"speculative_config: {error}") from error
+    hints = get_type_hints(SpeculativeConfig)
+    return SpeculativeConfig(
+        **{name: typed(f"speculative_config: {name}", value, hints[name]) for name, value in given.items()}
+    )
 
 
 def check_speculative(config: SpeculativeConfig) -> None:
@@ -78,6 +78,8 @@ def check_speculative(config: SpeculativeConfig) -> None:
     if most is not None and most > MAX_DRAFTS:
         raise ConfigError(f"speculative_config: num_speculative_tokens is {most} but must be at most {MAX_DRAFTS}")
     shortest, longest = lookup_sizes(config)
+    if shortest > MAX_NGRAM:
+        raise ConfigError(f"speculative_config: prompt_lookup_min is {shortest} but must be at most {MAX_NGRAM}")
     if shortest > longest:
         raise ConfigError(
             f"speculative_config: prompt_lookup_min is {shortest} but prompt_lookup_max is {longest}; lower the first"

@@ -222,3 +222,26 @@ def test_forced_tokens_may_begin_behind_drafts_in_flight() -> None:
     request = a_request([1, 1, 1, 30], 3)
     assert drafter.propose(request, 5, 9) == [6, 7], "four drafts and the token behind them are in flight"
     assert drafter.propose(request, 3, 9) == []
+
+
+def suffix_guess(past: list[list[int]], known: list[int], **fields: float) -> list[int]:
+    """What outputs of the past make a drafter of these settings guess."""
+    drafter = SuffixDrafter(SpeculativeConfig(method="suffix", **fields))
+    for outputs in past:
+        ended = a_request([0, *outputs], 1)
+        drafter.open(ended)
+        drafter.close(ended)
+    request = a_request(known)
+    drafter.open(request)
+    return drafter.propose(request, 0, 9)
+
+
+def test_the_settings_of_suffix_are_kept() -> None:
+    past = list(range(1, 30))
+    assert suffix_guess([past], [3, 4, 5, 6]) == [7, 8, 9, 10], "as many as tokens are equal"
+    assert suffix_guess([past], [3, 4, 5, 6], suffix_decoding_max_spec_factor=0.5) == [7, 8]
+    assert suffix_guess([past], [3, 4, 5, 6], suffix_decoding_max_tree_depth=3) == [7, 8, 9]
+    assert suffix_guess([past], [3, 4, 5, 6], suffix_decoding_max_spec_factor=1e308) == list(range(7, 16))
+    seldom = [[1, 2, 3, 4 + n] for n in range(4)]
+    assert len(suffix_guess(seldom, [1, 2, 3], suffix_decoding_min_token_prob=0.25)) == 1
+    assert suffix_guess(seldom, [1, 2, 3], suffix_decoding_min_token_prob=0.3) == []

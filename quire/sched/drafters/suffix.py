@@ -113,7 +113,7 @@ class SuffixDrafter(Drafter):
                     longest, branches = match.length, []
                 if match.length == longest:
                     branches.append((index.tokens, match.end))
-        count = min(limit, int(self._config.suffix_decoding_max_spec_factor * longest))
+        count = int(min(limit, self._config.suffix_decoding_max_spec_factor * longest))
         return _voted(branches, num_in_flight + count, self._config.suffix_decoding_min_token_prob)[num_in_flight:]
 
 
