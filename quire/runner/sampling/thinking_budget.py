@@ -72,14 +72,14 @@ class ThinkingBudget(Feature):
 
     def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Waits for the device once rows have had drafts."""
+        self._drafted = self._drafted or ahead is not None
         outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        outputs = outputs if ahead is None else outputs + ahead
         start, ended, seen = self._places[:, rows]
-        behind = 0
-        if ahead is not None or self._drafted:
-            self._drafted = True
-            outputs = outputs if ahead is None else outputs + ahead
-            # Of the tokens since then, a mark may end at any; where all rows have just started there are none.
-            behind = max(0, int((outputs - seen).max()) - 1)
+        # Rows that do not ask are not followed: what is kept of them may be of another request.
+        seen = torch.where(self._limits.all[2, rows] > 0, seen, outputs)
+        # Of the tokens since then, a mark may end at any; where all rows have just started there are none.
+        behind = max(0, int((outputs - seen).max()) - 1) if self._drafted else 0
         for back in range(behind, -1, -1):
             start, ended, token = self._follow(rows, state, torch.maximum(outputs - back, seen), start, ended)
         forced = (start >= 0) & (ended == 0) & (outputs - start >= self._limits.all[0, rows])

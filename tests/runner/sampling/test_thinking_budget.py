@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
+from quire.runner.sampling.base import RowState
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.sampling.thinking_budget import ThinkingBudget
 from quire.types.sampling import SamplingParams, ThinkingMarks
-from tests.runner.sampling.helpers import CPU, MAX_ROWS, Rows, run, sample, start_of
+from tests.runner.sampling.helpers import CPU, MAX_LENGTH, MAX_ROWS, Rows, run, sample, start_of
 from tests.runner.sampling.reference import Row
 
 VOCAB = 8
@@ -84,6 +86,43 @@ def test_rows_that_have_just_started_after_rows_with_drafts() -> None:
     assert logits.isfinite().all()
     feature.apply(logits, torch.tensor([1]), state)
     assert logits.isfinite().nonzero().tolist() == [[0, 6]]
+
+
+def test_a_row_that_does_not_ask_leaves_nothing_to_the_next_request() -> None:
+    """What the row had before may be longer than the row: its tokens would be looked for behind its end."""
+    sampler, state = Sampler(VOCAB, MAX_ROWS, CPU), Rows.empty()
+    asking = make_row([1, 1], ThinkingMarks((5,), (6,), True), 2)
+    sampler.add_request(1, start_of(1, asking))
+    state.place(1, asking)
+    for plain in (
+        Row(SamplingParams(temperature=0.0), [1], [1] * (MAX_LENGTH - 5), 0, ()),
+        Row(SamplingParams(temperature=0.0), [1] * (MAX_LENGTH - 5), [], 0, ()),
+    ):
+        sampler.add_request(0, start_of(0, plain))
+        state.place(0, plain)
+        sampler.apply_staged_writes()
+        assert sample(sampler, torch.zeros(2, VOCAB), [0, 1], state).tokens() == [0, 6]
+        sampler.remove_request(0)
+
+
+def test_only_rows_that_ask_are_looked_back_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row beside them may have decoded long: each of its tokens would take as long as a step's."""
+    sampler, state = Sampler(VOCAB, MAX_ROWS, CPU), Rows.empty()
+    plain = Row(SamplingParams(temperature=0.0), [1], [1] * 30, 0, ())
+    for index, row in ((0, plain), (1, make_row([1, 1], ThinkingMarks((5,), (6,), True), 2))):
+        sampler.add_request(index, start_of(index, row))
+        state.place(index, row)
+    sampler.apply_staged_writes()
+    feature = next(feature for feature in sampler._features if isinstance(feature, ThinkingBudget))
+    follow, lengths = feature._follow, list[list[int]]()
+
+    def count(rows: Tensor, state: RowState, outputs: Tensor, *places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lengths.append(outputs.tolist())
+        return follow(rows, state, outputs, *places)
+
+    monkeypatch.setattr(feature, "_follow", count)
+    feature.apply(torch.zeros(3, VOCAB), torch.tensor([0, 1, 1]), state, ahead=torch.tensor([0, 0, 1]))
+    assert lengths == [[30, 2, 3]]
 
 
 def test_what_may_not_come_is_not_forced() -> None:
