@@ -12,6 +12,7 @@ from quire.sched.step_times import StepTimes, StepWork
 
 _GAIN = 0.15  # part of an estimate that a measurement replaces
 _SPIKE = 1.5  # measured over expected: other work on the machine, unless the next such step is as slow
+_CHARGED = 3.0  # measured over expected that is charged: a stalled machine is not what drafts cost
 _TOO_FAST = -0.15  # added by drafts: then one of the steps that this was compared with was a spike
 _FIRST = 2  # drafts of the first step that verifies any, or one for four rows; each time twice as many are tried
 _COMPARED = 5  # the last steps without drafts, whose median counts
@@ -80,10 +81,12 @@ class DraftCosts:
         found = seconds / (speed * self._times.of(StepWork(rows))) - 1.0
         if found < _TOO_FAST:
             self._plain.remove(max(self._plain, key=lambda step: step[1] / self._times.of(StepWork(step[0]))))
-        most = _SPIKE * (1.0 + self.extra(rows, num_drafts)) - 1.0
+        expected = self.extra(rows, num_drafts)
+        most = _SPIKE * (1.0 + expected) - 1.0
         is_spike = found > most
         if is_spike and not self._was_spike:
             found = most
         self._was_spike = is_spike
         self._extra.setdefault((rows.bit_length(), num_drafts.bit_length()), _Mean()).add(found / num_drafts)
+        found = min(found, _CHARGED * (1.0 + expected) - 1.0)
         return max(0.0, found)  # no draft makes a step faster: the machine has become so since

@@ -91,6 +91,23 @@ class BusyClock(Clock):
         return self.load * draw.uniform(1.0, 1.2) * (draw.uniform(2.0, 4.0) if draw.random() < 0.05 else 1.0)
 
 
+class StalledClock(Clock):
+    """Other work stops the machine for a while: some steps with drafts, one after the other, take a hundred times."""
+
+    num_steps = 0
+    num_stalled = 3
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        self.num_steps += 1
+        return super().run(plan)
+
+    def slowdown(self) -> float:
+        if self.num_steps < 30 or not self.num_drafts or not self.num_stalled:
+            return super().slowdown()
+        self.num_stalled -= 1
+        return 100.0
+
+
 class CapturingClock(Clock):
     """Steps are padded, and the first of each size is captured before it runs, which takes as long as many steps."""
 
@@ -184,6 +201,14 @@ def test_drafts_that_hold_pay_on_a_busy_machine() -> None:
         clock = BusyClock(COSTS["in tiles"], 0.0, seed=0)
         drafted = serve(batch, COSTS["in tiles"], KnowingDrafter(PATTERNS["always"], 4, 0), clock=clock)
         assert LENGTH * COSTS["in tiles"](batch, 0) / drafted.seconds >= at_least
+
+
+def test_a_stalled_machine_is_not_what_drafts_cost() -> None:
+    cost, found = COSTS["like a laptop"], dict[str, Clock]()
+    for name, kind in (("steady", Clock), ("stalled", StalledClock)):
+        drafter = KnowingDrafter(PATTERNS["always"], 8, 0)
+        found[name] = serve(1, cost, drafter, clock=kind(cost, 0.1, 0))
+    assert found["stalled"].num_drafts > 0.8 * found["steady"].num_drafts
 
 
 @pytest.mark.parametrize(
