@@ -78,6 +78,7 @@ def test_drafts_are_counted_and_change_nothing(ngram_server: Running) -> None:
 
         for fields in ({}, {"stop": ["delta"]}, {"max_tokens": 7}, {"logprobs": 2}, {"temperature": 0.8, "seed": 5}):
             assert ask(**fields)["text"] == ask(**fields, speculate=False)["text"]
+            assert "accepted_prediction_tokens" not in str(ask(**fields)["usage"]), "nothing was predicted"
             plain = _counted(ask(**fields, speculate=False))
             assert _counted(ask(**fields)) == plain
             assert _counted(stream(**fields)) == {name: plain[name] for name in ("usage", "text", "finish_reason")}

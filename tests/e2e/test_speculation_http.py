@@ -21,6 +21,7 @@ TEXT = "one two three four five six seven eight nine ten eleven twelve " * 3
 ASKED = f"Repeat this text: {TEXT}"
 MAX_TOKENS = 26
 NUMBERS = itertools.count()
+ATTEMPTS = 50  # on a busy machine drafts may look too expensive for a while
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,38 @@ def test_stops_within_drafts(client: httpx.Client, name: str) -> None:
         assert ask(client, api, stream=True, **predicted, **fields) == expected, fields
         assert (expected.output_tokens < MAX_TOKENS) == bool(fields), "it stops within"
     assert accepted(client) - before > 24, "answers are mostly accepted drafts"
+
+
+@pytest.mark.parametrize("name", ["completions", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_of_predicted_tokens(client: httpx.Client, name: str, stream: bool) -> None:
+    api, found = APIS[name], []
+
+    def details(stop: str | None = None, prediction: str | None = None) -> tuple[int, dict[str, int]]:
+        body = {**api.body, "model": "smollm2", "temperature": 0, api.limit: MAX_TOKENS, "stop": stop}
+        if prediction is not None:
+            body["prediction"] = {"type": "content", "content": prediction}
+        if not stream:
+            body.pop("stream_options")
+            answer = client.post(api.path, json=body).json()
+            found.append(api.read(answer).text)
+            usage = answer["usage"]
+        else:
+            with client.stream("POST", api.path, json={**body, "stream": True}) as response:
+                lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+            found.append(api.read_stream(map(json.loads, lines)).text)
+            usage = json.loads(lines[-1])["usage"]
+        return usage["completion_tokens"], usage["completion_tokens_details"]
+
+    assert details()[1] == {"reasoning_tokens": 0}
+    text = found[0]
+    for stop in (None, max(text.split(), key=text.index)):
+        for _ in range(ATTEMPTS):
+            num_tokens, counts = details(stop, text)
+            assert counts.keys() == {"reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"}
+            assert 0 <= counts["accepted_prediction_tokens"] < num_tokens
+            if counts["accepted_prediction_tokens"]:
+                break
+        else:
+            pytest.fail("no draft was ever accepted")
+    assert found[1] == text

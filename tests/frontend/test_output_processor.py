@@ -244,6 +244,18 @@ def test_logprobs_end_where_a_stop_string_ends_the_output() -> None:
     assert (only.token_ids, len(only.logprobs or ()), only.cumulative_logprob) == (list(b"ab"), 2, -4.0)
 
 
+def test_predicted_tokens_behind_a_stop_string_are_not_accepted() -> None:
+    steps = (
+        said("abcd", num_accepted_predictions=3, num_rejected_predictions=2),
+        said("efXYghij", num_accepted_predictions=7),
+    )
+    for stop, expected in ((), (10, 2)), (("XY",), (3 + 4, 2 + 3)):
+        last = feed(start(stop=stop), *steps)[-1]
+        only = completion(last)
+        assert (only.num_accepted_predictions, only.num_rejected_predictions) == expected
+        assert only.num_accepted_predictions < len(only.token_ids)
+
+
 def test_logprobs_are_absent_unless_asked_for() -> None:
     (output,) = feed(start(), said("a", finish_reason="length"))
     assert (completion(output).logprobs, completion(output).cumulative_logprob) == (None, None)
