@@ -177,6 +177,18 @@ def test_a_prediction_needs_no_settings_and_is_counted() -> None:
     assert driver.scheduler._state.drafting._requests == {}  # type: ignore[attr-defined]
 
 
+def test_drafts_of_others_are_not_counted_as_predicted() -> None:
+    """A prediction that never comes true, beside a drafter whose guesses do."""
+    driver = Driver(drafting=drafting_of("ngram"))
+    driver.add(make_request("a", [1, 2, 3], 30, prediction=[41, 42, 43]), make_request("b", [1, 2, 4], 30))
+    driver.run()
+    outputs = {name: driver.outputs[name] for name in "ab"}
+    assert driver.executor.num_accepted > 5
+    assert not any(output.num_accepted_predictions for found in outputs.values() for output in found)
+    assert not any(output.num_rejected_predictions for output in outputs["b"])
+    assert sum(output.num_rejected_predictions for output in outputs["a"]) == 3
+
+
 def test_method_none_speculates_never() -> None:
     assert isinstance(make_drafting(SpeculativeConfig(method="none"), StepTimes(), no_forced), NoDrafts)
 
