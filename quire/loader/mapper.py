@@ -69,7 +69,7 @@ class _Plan:
             found.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].scheme
         return found
 
-    def check(self) -> None:
+    def check(self, model: MappedModule) -> None:
         problems = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -79,8 +79,8 @@ class _Plan:
         if any(problems.values()):
             lines = [f"{kind} ({len(names)}): {_listing(names)}" for kind, names in problems.items() if names]
             raise WeightMismatchError(
-                "the checkpoint does not fit the model; is it complete and of the architecture its config names?\n"
-                + "\n".join(lines)
+                f"the checkpoint does not fit {type(model).__name__}; is it complete and of the architecture its"
+                " config names?\n" + "\n".join(lines)
             )
 
 
@@ -88,7 +88,7 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     """Fill every layer of `model`, each in its own form. Reads each tensor once, in the checkpoint's order."""
     tensors = checkpoint.tensors()
     plan = _make_plan(model, tensors)
-    plan.check()
+    plan.check(model)
     schemes = plan.schemes(tensors)
     allocate(model, schemes)
     total = sum(tensors[name].num_bytes for name in plan.writes)
@@ -139,7 +139,7 @@ def stored_schemes(
             for _, layer in weighted_layers(model)
         }
     plan = _make_plan(model, tensors)
-    plan.check()
+    plan.check(model)
     return plan.schemes(tensors)
 
 
@@ -176,7 +176,7 @@ def destinations_of(
 ) -> dict[str, tuple[WeightedLayer, Destination]]:
     """Where each tensor of a checkpoint goes, once what `load_weights` checks was checked."""
     plan = _make_plan(model, tensors)
-    plan.check()
+    plan.check(model)
     return {name: (target.layer, destination) for name, (target, destination) in plan.writes.items()}
 
 

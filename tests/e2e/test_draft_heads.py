@@ -14,7 +14,7 @@ from quire.runner.runner import RunningStep
 from quire.sched.draft_lengths import EveryDraft, Offer
 from quire.sched.drafts import Drafts
 from quire.sched.state import StepDraft
-from quire.types.errors import ConfigError, QuireError
+from quire.types.errors import ConfigError, QuireError, WeightMismatchError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
 from tests.e2e import draft_heads
@@ -208,6 +208,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     wide = make_model(tmp_path / "wide", "llama", hidden_size=96)
     with pytest.raises(ConfigError, match="hidden states of size 64 and its target's have 96"):
         make_engine(wide, speculative_config={"method": "eagle", "model": str(head)})
+    with pytest.raises(WeightMismatchError, match="the checkpoint does not fit Eagle; is it"):
+        make_engine(target, speculative_config={"method": "eagle", "model": str(target)})
     with pytest.raises(QuireError, match=r"mtp.*LlamaForCausalLM.*DeepseekV3ForCausalLM"):
         make_engine(target, speculative_config={"method": "mtp"})
     bare = make_model(tmp_path / "bare", "deepseek_v3", **draft_heads.LATENT)
