@@ -13,8 +13,8 @@ from quire import LogitsProcessor
 from quire.engine.core import EngineCore
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
-from tests.e2e.drafting import draft_always
-from tests.e2e.tiny import Driver, make_engine, make_model
+from tests.e2e.drafting import assert_same, draft_always
+from tests.e2e.tiny import Answer, Driver, make_engine, make_model
 from tests.runner.engines import spy_on
 
 NAME = "tests.runner.sampling.test_logits_processors:OnlyMultiples"
@@ -78,12 +78,12 @@ def test_requests_that_ask_are_edited_and_others_are_not(model: Path) -> None:
     "settings",
     [
         {"kv_cache_memory": 12 << 10, "max_model_len": 48, "block_size": 16},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "prediction", "num_speculative_tokens": 3}},
     ],
     ids=["preemption", "drafts"],
 )
 def test_rows_that_move_or_have_drafts_are_edited_alike(model: Path, settings: dict[str, Any]) -> None:
-    def run(**changed: Any) -> tuple[dict[str, object], EngineCore]:
+    def run(known: dict[str, Answer], **changed: Any) -> tuple[dict[str, Answer], EngineCore]:
         core = make_engine(model, logits_processors=[NAME], **changed)
         if "speculative_config" in changed:
             draft_always(core)
@@ -92,14 +92,18 @@ def test_rows_that_move_or_have_drafts_are_edited_alike(model: Path, settings: d
             asked = SamplingParams(
                 temperature=0.0, max_tokens=20, ignore_eos=True, extra_args={"multiples_of": 3 + row}
             )
-            driver.add(str(row), [5, 6, 7] * 4, asked if row else params())
-        return {name: answer.content() for name, answer in driver.finish().items()}, core
+            predicted = known[str(row)].token_ids if known else []
+            driver.add(str(row), [5, 6, 7] * 4, asked if row else params(), prediction=predicted)
+        return driver.finish(), core
 
-    expected, _ = run()
-    found, core = run(**settings)
-    assert found == expected
+    expected, _ = run({})
+    found, core = run(expected, **settings)
+    assert_same(found, expected)
     stats = core.scheduler.stats()
-    assert stats.num_preemptions + stats.num_draft_tokens > 0
+    if "speculative_config" in settings:
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 3 * 12, "also of rows that are edited"
+    else:
+        assert stats.num_preemptions > 0
 
 
 def test_what_fails_to_start_fails_alone(model: Path) -> None:
