@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-CORE_LINES = 35_350
+CORE_LINES = 35_400
 GROUPS = {
     "kernels": ("kernels",),
     "surfaces": ("server", "frontend", "parsers", "structured", "cli", "bench", "replay"),
