@@ -12,8 +12,8 @@ import pytest
 
 from quire.runner.cuda_graphs import CudaGraphs
 from quire.types.sampling import SamplingParams
-from tests.e2e.drafting import Oracle, draft_with
-from tests.e2e.tiny import VOCAB, Answer
+from tests.e2e.drafting import Oracle, draft_always, draft_with
+from tests.e2e.tiny import VOCAB, Answer, make_model
 from tests.gpu.helpers import (
     ROOMY_CACHE,
     SMALL_CACHE,
@@ -27,6 +27,7 @@ from tests.gpu.helpers import (
     tiny_model,
 )
 from tests.runner.engines import run_eagerly, spy_on
+from tests.runner.test_kept_hidden import drafter
 
 pytestmark = needs_gpu
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
@@ -42,11 +43,11 @@ def contents(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: answer.content() for name, answer in answers.items()}
 
 
-def all_jobs() -> list[Job]:
+def all_jobs(longest: int = 400) -> list[Job]:
     return [
-        *make_jobs(30),
-        *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(24, seed=1))),
-        *(replace(job, name=f"constrained {job.name}") for job in constrained(make_jobs(12, seed=2))),
+        *make_jobs(30, longest=longest),
+        *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(24, 1, longest))),
+        *(replace(job, name=f"constrained {job.name}") for job in constrained(make_jobs(12, 2, longest))),
     ]
 
 
@@ -65,6 +66,25 @@ def test_deterministic_tokens_are_those_of_no_speculation(model: Path, wrong: fl
     spy = spy_on(core)
     assert contents(run_jobs(core, all_jobs(), seed=2)) == contents(known)
     assert isinstance(spy.way, CudaGraphs)
+    assert sum(shape.sampling.drafted for shape in spy.ran) > 5
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
+def test_every_drafter_leaves_deterministic_tokens_as_they_are(tmp_path: Path, method: str) -> None:
+    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    name = method if method in ("eagle", "eagle3", "medusa", "mtp") else "medusa"  # of the others the target alone
+    target, config = drafter(tmp_path, name, max_position_embeddings=512, **sizes)
+    if method == "draft_model":
+        smaller = make_model(tmp_path / "smaller", "llama", max_position_embeddings=512, **sizes)
+        config = {"method": method, "model": str(smaller)}
+    elif name != method:
+        config = {"method": method}
+    settings = {"deterministic": True, "kv_cache_memory": ROOMY_CACHE, "max_model_len": 256}
+    known = run_jobs(engine(target, **settings), all_jobs(longest=100), seed=1)
+    core = engine(target, speculative_config={**config, "num_speculative_tokens": 3}, **settings)
+    draft_always(core)
+    spy = spy_on(core)
+    assert contents(run_jobs(core, all_jobs(longest=100), seed=2)) == contents(known)
     assert sum(shape.sampling.drafted for shape in spy.ran) > 5
 
 

@@ -32,8 +32,8 @@ def drafter(folder: Path, name: str, **sizes: Any) -> tuple[Path, dict[str, Any]
         return draft_heads.mtp_deepseek(folder / "target")[0], {"method": "mtp", "num_speculative_tokens": 2}
     target = make_model(folder / "target", "llama", num_hidden_layers=2, **sizes)
     make = {"eagle": draft_heads.eagle, "eagle3": draft_heads.eagle3, "medusa": draft_heads.medusa}[name]
-    fields: dict[str, Any] = {"taps": (0, 1, 1)} if name == "eagle3" else {}
-    head, _ = make(folder / "head", Target(target), **fields, **sizes)
+    fields = sizes if name == "eagle" else {**sizes, "taps": (0, 1, 1)} if name == "eagle3" else {}
+    head, _ = make(folder / "head", Target(target), **fields)
     return target, {"method": name, "model": str(head), "num_speculative_tokens": 2}
 
 
