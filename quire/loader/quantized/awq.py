@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from quire.layers.scheme import Packing, ScaleGrid, Scheme, ZeroPoints
-from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint, scale_type
 
 # Outputs 0, 2, 4, 6 lie below 1, 3, 5, 7 in a word.
 _INTERLEAVED = Packing(torch.int32, (0, 4, 1, 5, 2, 6, 3, 7), axis=0)
@@ -33,12 +33,11 @@ class Awq(QuantizedCheckpoint):
         if "qweight" not in leaves:
             return None
         group = self._values.group_size
-        scales = leaves.get("scales")
         stored = self._values.zero_point
         return Scheme(
             "UINT4",
             packing=_INTERLEAVED,
-            scales=ScaleGrid(1, group if group > 0 else None, torch.float16 if scales is None else scales.dtype),
+            scales=ScaleGrid(1, group if group > 0 else None, scale_type(leaves.get("scales"), torch.float16)),
             zeros=ZeroPoints(packing=_INTERLEAVED) if stored else ZeroPoints(implied=8.0),
             roles=(("weight", "qweight"), ("scales", "scales"), *((("zeros", "qzeros"),) if stored else ())),
             transposed=True,

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quire.layers.scheme import GRIDS, Role, Scheme, StoredMatrix, Weight, as_tensor
+from quire.layers.scheme import GRIDS, Role, ScaleGrid, Scheme, StoredMatrix, Weight, as_tensor
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.types.errors import CheckpointError
 
@@ -125,6 +125,7 @@ class QuantizedCheckpoint(Checkpoint):
         for role in tensors.keys() & {"second_scale", "input_scale"}:  # a number, in however many dimensions
             tensors[role] = tensors[role].reshape(stored_shape(matrix.scheme, role, matrix.shape))
         _check_index(matrix, tensors)
+        _check_scales(matrix, tensors)
         tensors.pop("ordered_index", None)
         return StoredMatrix(matrix.scheme, matrix.shape, tensors)
 
@@ -258,6 +259,32 @@ def _check_index(matrix: _Matrix, tensors: Mapping[Role, Tensor]) -> None:
             f"{matrix.stored['group_index']} names groups {lowest} to {highest} but there are {groups}; download the"
             " file again"
         )
+
+
+def _check_scales(matrix: _Matrix, tensors: Mapping[Role, Tensor]) -> None:
+    """One scale that is no number would spoil every answer."""
+    for role in ("scales", "minima", "second_scale"):
+        if role in tensors and not _is_finite(tensors[role], matrix.scheme.scales if role == "scales" else None):
+            raise CheckpointError(f"{matrix.stored[role]} has values that are no numbers; download the file again")
+    if matrix.scheme.second_scale == "divides" and not tensors["second_scale"].all():
+        raise CheckpointError(
+            f"{matrix.stored['second_scale']} is 0, and scales are divided by it; download the file again"
+        )
+
+
+def _is_finite(values: Tensor, grid: ScaleGrid | None) -> bool:
+    if not values.numel():
+        return True
+    if grid is not None and grid.dtype == torch.float8_e8m0fnu:
+        return int(values.view(torch.uint8).max()) < 255
+    if values.dtype == torch.float8_e4m3fn:  # of which torch cannot tell
+        return int((values.view(torch.uint8) & 127).max()) < 127
+    return bool(torch.isfinite(values.max())) and bool(torch.isfinite(values.min()))
+
+
+def scale_type(scale: TensorInfo | None, otherwise: torch.dtype) -> torch.dtype:
+    """The type of stored scales if it is one of floats, which a format leaves open; else `otherwise` is asked for."""
+    return otherwise if scale is None or scale.dtype not in _FLOATS else scale.dtype
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

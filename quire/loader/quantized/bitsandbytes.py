@@ -71,6 +71,7 @@ class BitsAndBytes(QuantizedCheckpoint):
     def present(self, path: str, tensors: dict[Role, Tensor]) -> None:
         state = self._states.get(path)
         if state is None:
+            self._check_order(path)
             tensors["scales"] = tensors["scales"] / 127
             return
         self._check_table(path, state)
@@ -81,7 +82,7 @@ class BitsAndBytes(QuantizedCheckpoint):
                 raise CheckpointError(
                     f"{path}.weight.nested_quant_map or nested_absmax is cut; download the file again"
                 )
-            each = largest.float().repeat_interleave(state.nested_blocksize)[: len(codes)]
+            each = largest.float()[torch.arange(len(codes)) // state.nested_blocksize]
             tensors["scales"] = table.float()[codes] * each + state.nested_offset
 
     def _state(self, name: str) -> _State:
@@ -89,6 +90,14 @@ class BitsAndBytes(QuantizedCheckpoint):
             return msgspec.convert(decode_json(bytes(self._stored.get(name).tolist())), _State)
         except (ValueError, TypeError, msgspec.ValidationError) as error:
             raise CheckpointError(f"{name} is damaged or of a kind that cannot be read ({error})") from error
+
+    def _check_order(self, path: str) -> None:
+        name = f"{path}.weight_format"
+        if name in self._stored.tensors() and bool(self._stored.get(name).any()):
+            raise CheckpointError(
+                f"{name} says that bytes of {path} are in the order of one kernel, not by rows; save the model with"
+                " bitsandbytes 0.45 or later"
+            )
 
     def _check_table(self, path: str, state: _State) -> None:
         name = f"{path}.weight.quant_map"

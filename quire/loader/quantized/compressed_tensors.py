@@ -12,11 +12,12 @@ import torch
 from msgspec import Meta
 
 from quire.layers.scheme import ActivationRule, Packing, Role, ScaleGrid, Scheme, ZeroPoints, in_words
-from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint, scale_type
 from quire.loader.quantized.fp8 import Side
 from quire.types.errors import CheckpointError
 
 _NIBBLES = Packing(torch.uint8, (0, 1))
+_FUSED = ("weight_input", "weight_output")  # transforms that stored weights have in them
 Strategy = Literal["tensor", "channel", "group", "block", "tensor_group"]
 
 
@@ -67,6 +68,22 @@ class _Group(msgspec.Struct):
     weights: _Weights | None = None
     input_activations: _Inputs | None = None
     format: str | None = None
+
+
+class _Transform(msgspec.Struct):
+    location: str
+
+
+class _Transforms(msgspec.Struct):
+    apply: list[_Transform] = []
+
+    @property
+    def places(self) -> list[str]:
+        return [each.location for each in self.apply]
+
+
+class _TransformSettings(msgspec.Struct):
+    config_groups: dict[str, _Transforms] = {}
 
 
 class _Settings(msgspec.Struct):
@@ -124,8 +141,7 @@ def _mxfp4(weights: _Weights, leaves: Leaves, roles: list[tuple[Role, str]]) -> 
 
 
 def _grid(weights: _Weights, leaves: Leaves) -> ScaleGrid:
-    scales = leaves.get("weight_scale")
-    return ScaleGrid(*weights.grid, torch.float32 if scales is None else scales.dtype)
+    return ScaleGrid(*weights.grid, scale_type(leaves.get("weight_scale"), torch.float32))
 
 
 # Format, type and bits of the weights (0: any) -> how they are stored. Naive formats are named by the type alone.
@@ -155,6 +171,18 @@ class CompressedTensors(QuantizedCheckpoint):
                 f"the model config's quantization_config.sparsity_config.format is {sparsity['format']!r}; only dense"
                 " weights can be read: save the model without sparse compression"
             )
+
+        rotated = sorted({place for group in self._transforms() for place in group.places if place not in _FUSED})
+        if rotated:
+            raise CheckpointError(
+                "the model config's quantization_config.transform_config rotates activations while the model runs"
+                f" ({', '.join(rotated)}), which cannot be done; quantize the model with transforms of weights alone,"
+                " as SpinQuant's R1 and R2"
+            )
+
+    def _transforms(self) -> list[_Transforms]:
+        transforms = self.settings.get("transform_config") or {}
+        return list(self.read_setting(_TransformSettings, transforms, "transform_config").config_groups.values())
 
     def scheme(self, path: str, leaves: Leaves) -> Scheme | None:
         if "weight_scale" not in leaves and "weight_packed" not in leaves:

@@ -9,10 +9,11 @@ import torch
 from msgspec import Meta
 
 from quire.layers.scheme import Role, ScaleGrid, Scheme
-from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint, scale_type
 
 FP8_TYPES = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 Side = Annotated[int, Meta(ge=1, le=1 << 24)]
+_POWERS = torch.float8_e8m0fnu  # of two, as scales
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
@@ -28,12 +29,13 @@ def fp8_scheme(leaves: Leaves, block: tuple[int, int] | None, scale_name: str, i
     rows, columns = block or (None, None)
     if block is None and scale is not None and max(scale.shape, default=1) == weight.shape[0] > 1:
         rows = 1
+    is_powers = scale is not None and scale.dtype == _POWERS
     roles: tuple[tuple[Role, str], ...] = (("weight", "weight"), ("scales", scale_name))
     if input_name is not None:
         roles = (*roles, ("input_scale", input_name))
     return Scheme(
         FP8_TYPES[weight.dtype],
-        scales=ScaleGrid(rows, columns, torch.float32 if scale is None else scale.dtype),
+        scales=ScaleGrid(rows, columns, _POWERS if is_powers else scale_type(scale, torch.float32)),
         activations="static" if input_name is not None else "per_group" if block is not None else "per_token",
         roles=roles,
     )

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from quire.layers.scheme import Role, ScaleGrid, Scheme, ZeroPoints, in_words
-from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint, scale_type
 from quire.types.errors import CheckpointError
 
 
@@ -39,12 +39,11 @@ class Gptq(QuantizedCheckpoint):
         roles: list[tuple[Role, str]] = [("weight", "qweight"), ("scales", "scales"), ("zeros", "qzeros")]
         if values.desc_act or "g_idx" in leaves:
             roles.append(("group_index" if values.desc_act else "ordered_index", "g_idx"))
-        scales = leaves.get("scales")
         group = None if values.group_size == -1 else values.group_size
         return Scheme(
             f"UINT{values.bits}",
             packing=in_words(values.bits),
-            scales=ScaleGrid(1, group, torch.float16 if scales is None else scales.dtype),
+            scales=ScaleGrid(1, group, scale_type(leaves.get("scales"), torch.float16)),
             # The first convention stores one less than the zero point.
             zeros=ZeroPoints(packing=in_words(values.bits, 0), offset=float(values.checkpoint_format == "gptq")),
             roles=tuple(roles),

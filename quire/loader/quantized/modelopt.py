@@ -40,25 +40,27 @@ class ModelOpt(QuantizedCheckpoint):
             return None
         input_name = "input_scale" if "input_scale" in leaves else None
         if leaves["weight"].dtype in FP8_TYPES if "weight" in leaves else False:
-            shape = leaves["weight_scale"].shape
-            block = (128, 128) if len(_wide(shape)) == 2 else None
-            return fp8_scheme(leaves, block, "weight_scale", input_name)
+            in_blocks = (
+                self._layer_at(path).quant_algo == "FP8_PB_WO" or len(_wide(leaves["weight_scale"].shape)) == 2
+            )
+            return fp8_scheme(leaves, (128, 128) if in_blocks else None, "weight_scale", input_name)
         roles: tuple[tuple[Role, str], ...] = (
             *(("weight", "weight"), ("scales", "weight_scale"), ("second_scale", "weight_scale_2")),
         )
         return Scheme(
             "E2M1",
             packing=_NIBBLES,
-            scales=ScaleGrid(1, self._group_size(path), torch.float8_e4m3fn),
+            scales=ScaleGrid(
+                1, self._layer_at(path).group_size or self._values.group_size or 16, torch.float8_e4m3fn
+            ),
             second_scale="multiplies",
             activations="none" if input_name is None else "per_group",
             roles=roles if input_name is None else (*roles, ("input_scale", input_name)),
         )
 
-    def _group_size(self, path: str) -> int:
+    def _layer_at(self, path: str) -> _Layer:
         layers = (self._values.quantized_layers or {}).items()
-        named = next((layer for pattern, layer in layers if fnmatchcase(path, pattern)), self._values)
-        return named.group_size or self._values.group_size or 16
+        return next((layer for pattern, layer in layers if fnmatchcase(path, pattern)), self._values)
 
 
 def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.scheme import ActivationRule, Packing, Role, ScaleGrid, Scheme, ZeroPoints
-from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint, scale_type
 from quire.types.errors import CheckpointError
 
 _ELEMENTS = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
@@ -57,9 +57,7 @@ class TorchAo(QuantizedCheckpoint):
             )
         if self._is_packed:
             groups = 1 if scale is None or not scale.shape else scale.shape[0]
-            grid = ScaleGrid(
-                1, max(2 * weight.shape[1] // max(groups, 1), 1), torch.bfloat16 if scale is None else scale.dtype
-            )
+            grid = ScaleGrid(1, max(2 * weight.shape[1] // max(groups, 1), 1), scale_type(scale, torch.bfloat16))
             packing = Packing(torch.uint8, (0, 1))
             return Scheme("UINT4", packing=packing, scales=grid, activations=self._rule, roles=_INT4_ROLES)
         roles: tuple[tuple[Role, str], ...] = (("weight", "_weight_qdata"), ("scales", "_weight_scale"))
@@ -68,7 +66,7 @@ class TorchAo(QuantizedCheckpoint):
             _ELEMENTS[weight.dtype],
             scales=ScaleGrid(None, None, torch.float32)
             if scale is None
-            else _grid(weight.shape, scale.shape, scale.dtype),
+            else _grid(weight.shape, scale.shape, scale_type(scale, torch.float32)),
             zeros=ZeroPoints() if zeros else None,
             activations=self._rule,
             roles=(*roles, ("zeros", "_weight_zero_point")) if zeros else roles,
