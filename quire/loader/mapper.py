@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from quire.layers.fusion import settle
@@ -25,6 +26,8 @@ from quire.layers.weights import (
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.types.errors import WeightMismatchError
 
+# Types of weights that only quantized checkpoints have.
+_PACKED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 LISTED = 20  # names per kind in an error message
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all), after each tensor
@@ -61,6 +64,8 @@ class _Plan:
     misshapen: list[str] = field(default_factory=list)
     duplicate: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    quantized: str = ""
+    """A tensor that only quantized checkpoints have, in one that nothing says is quantized."""
 
     def schemes(self, tensors: Mapping[str, TensorInfo]) -> dict[WeightedLayer, dict[tuple[str, str | None], Scheme]]:
         """In which the tensors of each layer are stored."""
@@ -78,9 +83,13 @@ class _Plan:
         }
         if any(problems.values()):
             lines = [f"{kind} ({len(names)}): {_listing(names)}" for kind, names in problems.items() if names]
+            hint = (
+                f"\ntensors such as {self.quantized} are those of a quantized checkpoint, and its config.json has no"
+                " quantization_config: copy it from where the model was quantized"
+            )
             raise WeightMismatchError(
                 f"the checkpoint does not fit {type(model).__name__}; is it complete and of the architecture its"
-                " config names?\n" + "\n".join(lines)
+                " config names?\n" + "\n".join(lines) + (hint if self.quantized else "")
             )
 
 
@@ -212,6 +221,9 @@ def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
             expected = " or ".join(str(list(shape)) for shape in filling.shapes)
             plan.misshapen.append(f"{name} (expected {expected}, found {list(info.shape)})")
         plan.writes[name] = (targets[path], destination)
+    if not any(info.quantized for info in tensors.values()):
+        packed = (f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype in _PACKED)
+        plan.quantized = next(packed, "")
     for path, pieces in open_pieces.items():
         module, _, parameter = path.rpartition(".")
         plan.missing += [model.weight_map.checkpoint_name(Destination(module, parameter, piece)) for piece in pieces]

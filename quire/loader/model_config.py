@@ -13,6 +13,7 @@ from quire.loader.hub import ModelSource
 from quire.types.errors import CheckpointError
 from quire.utils.schema import check_values, decode_json
 
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # files that are never read
 
 
@@ -35,9 +36,16 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 def _take_quantization(folder: Path, config: dict[str, Any]) -> None:
     """Some tools write `quantization_config` under another key, or into a file of its own."""
-    if "compression_config" in config:
-        config["quantization_config"] = config["compression_config"]
-        return
+    text = config.get("text_config")
+    for values, key in ((config, "compression_config"), (text, "quantization_config")):
+        if isinstance(values, dict) and values.get(key) is not None:
+            config["quantization_config"] = values[key]
+            return
+    for name, method in _OWN_FILES.items():
+        found = read_optional_json(folder / name)
+        if found:
+            config["quantization_config"] = {"quant_method": method, **found}
+            return
     described = read_optional_json(folder / "hf_quant_config.json").get("quantization")
     if isinstance(described, dict) and described.get("quant_algo") is not None:
         config["quantization_config"] = {"quant_method": "modelopt", **described}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,40 @@ def test_one_row_of_blocks_of_modelopt_is_one_of_blocks() -> None:
     stored = logical(Stored(config, {"a.weight": weight, "a.weight_scale": scales}))
     spread = scales.flatten().repeat_interleave(128)[:300]
     assert torch.equal(stored.get("a.weight"), weight.float() * spread)
+
+
+def moved(config: dict[str, Any], folder: Path, place: str) -> None:
+    quantization = config.pop("quantization_config")
+    if place == "compression_config":
+        config[place] = quantization
+    elif place == "text_config":
+        config[place] = {"quantization_config": quantization}
+    else:
+        del quantization["quant_method"]
+        (folder / place).write_text(json.dumps(quantization))
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("ct-w4a16", "compression_config"),
+        ("ct-w4a16", "text_config"),
+        ("gptq", "quantize_config.json"),
+        ("awq", "quant_config.json"),
+    ],
+)
+def test_a_config_in_another_place_is_found(name: str, place: str, tmp_path: Path) -> None:
+    folder = Folder(name, tmp_path)
+    moved(folder.config, folder.path, place)
+    (folder.path / "config.json").write_text(json.dumps(folder.config))
+    assert torch.equal(logits(folder.path), logits(ROOT / name))
+
+
+@pytest.mark.parametrize("name", ["awq", "bnb-int8", "bnb-nf4", "ct-nvfp4", "fp8-block", "gptq", "torchao-int8"])
+def test_without_a_config_it_is_said_what_is_missing(name: str, tmp_path: Path) -> None:
+    folder = Folder(name, tmp_path)
+    del folder.config["quantization_config"]
+    folder.refused(
+        r"(?s)tensors such as model\.layers\.0\.\S+ \(torch\.\w+\) are those of a quantized checkpoint, and its"
+        r" config\.json has no quantization_config: copy it from where the model was quantized"
+    )
