@@ -151,16 +151,25 @@ def _import_transformers() -> Any:
 
 def _load_reference(auto_model: Any, path: Path, dtype: Any) -> Any:
     # Eager attention: the only one that every architecture's soft-capping goes through.
-    options = {"dtype": dtype, "attn_implementation": "eager"}
+    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     try:
         if path.suffix == ".gguf":
-            return auto_model.from_pretrained(path.parent, gguf_file=path.name, **options)
-        return auto_model.from_pretrained(path, **options)
+            model, found = auto_model.from_pretrained(path.parent, gguf_file=path.name, **options)
+        else:
+            model, found = auto_model.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
-            f"transformers cannot load {path}, so there is nothing to compare with: {cause}; try a newer transformers"
+            f"transformers cannot load {path}, so there is nothing to compare with: {cause}; try a newer"
+            " transformers, with the packages that it asks for"
         ) from error
+    if found["missing_keys"]:  # which it makes up
+        names = sorted(found["missing_keys"])
+        raise ModelError(
+            f"transformers does not find {len(names)} tensors of its {type(model).__name__} in {path}, such as"
+            f" {names[0]}, so there is nothing to compare with; try a newer transformers"
+        )
+    return model
 
 
 @dataclass(frozen=True)

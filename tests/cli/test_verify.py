@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from quire.cli.main import main
 from quire.cli.verify import DEFAULT_TEXT, Difference, Report, verify
@@ -19,6 +20,7 @@ from quire.layers.quant.plain import PlainLinear
 from quire.models.base import CausalLM
 from quire.types.errors import ConfigError
 from quire.worker import direct
+from tests.loader.gguf_experts import write_expert_gguf
 from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, ROPES, Tiny
 
 LLAMA = ARCHITECTURES[0]
@@ -196,14 +198,12 @@ def test_a_weight_that_differs_on_disk(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As if the other program read another file: its model is replaced while it loads."""
-    from transformers import AutoModelForCausalLM
-
     original = AutoModelForCausalLM.from_pretrained
 
-    def other(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        loaded = original(*args, **kwargs)
+    def other(*args: Any, **kwargs: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+        loaded, found = original(*args, **kwargs)
         loaded.get_parameter("model.layers.1.self_attn.k_proj.weight").data[0, 0] += 1.0
-        return loaded
+        return loaded, found
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", other)
     assert main(["verify", model]) == 1
@@ -248,6 +248,26 @@ def test_a_model_that_transformers_cannot_load(
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     assert main(["verify", str(tmp_path)]) == 1
     assert "error: transformers cannot load" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_transformers_takes_for_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads Mixtral's GGUF files as Llama's, and makes up the weights that these lack."""
+    write_expert_gguf("mixtral", tmp_path / "model.gguf")
+    assert main(["verify", str(tmp_path / "model.gguf")]) == 1
+    printed = capsys.readouterr()
+    assert "transformers does not find 9 tensors of its LlamaForCausalLM" in printed.err
+    assert "DIFFERENT" not in printed.out
+
+
+def test_what_transformers_fails_with_is_told(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("issues during automatic conversion")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    assert main(["verify", model]) == 1
+    assert "nothing to compare with: issues during automatic conversion; try" in capsys.readouterr().err
 
 
 def test_nan_is_a_difference_and_the_worst_one() -> None:
