@@ -12,6 +12,8 @@ from msgspec import Meta
 
 MAX_LAYERS = 10_000  # a damaged file may say billions, and lists are made that long before a tensor is missed
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+MAX_EXPERTS = 1 << 12  # the same of experts
+Experts = Annotated[int, Meta(ge=1, le=MAX_EXPERTS)]
 MAX_TOKENS = 1 << 24
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=-1, lt=MAX_TOKENS)]  # -1: none, as some files say
@@ -108,8 +110,8 @@ class ConfigSchema(msgspec.Struct):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
-    num_experts: Count | None = None
-    num_local_experts: Whole | None = None  # 0: dense
+    num_experts: Experts | None = None
+    num_local_experts: Annotated[int, Meta(ge=0, le=MAX_EXPERTS)] | None = None  # 0: dense
     type_vocab_size: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None  # 0: no types
     relative_attention: bool | None = None
     relative_attention_num_buckets: Annotated[int, Meta(ge=4, le=1 << 16)] | None = None
@@ -133,8 +135,8 @@ class ConfigSchema(msgspec.Struct):
     hidden_dim: Count | None = None
     n_layers: Layers | None = None
     n_heads: Count | None = None
-    n_routed_experts: Count | None = None
-    moe_num_experts: Count | None = None
+    n_routed_experts: Experts | None = None
+    moe_num_experts: Experts | None = None
     num_experts_per_tok: Count | None = None
     moe_k: Count | None = None
     moe_topk: Count | list[Count] | None = None

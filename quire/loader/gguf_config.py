@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.loader.config_schema import MAX_LAYERS
+from quire.loader.config_schema import MAX_EXPERTS, MAX_LAYERS
 from quire.loader.gguf_file import GgufFile
 from quire.loader.gguf_keys import GgufKeys, experts, experts_alone, granite, shortest
 from quire.loader.gguf_latent import LATENT_KEYS, deepseek_experts
@@ -107,7 +107,7 @@ def _nomic_bert_moe(keys: GgufKeys) -> dict[str, Any]:
         "qkv_proj_bias": "blk.0.attn_qkv.bias" in tensors,
         "mlp_fc1_bias": "blk.0.ffn_up.bias" in tensors,
         "mlp_fc2_bias": "blk.0.ffn_down.bias" in tensors,
-        "num_experts": keys.count("expert_count"),
+        "num_experts": keys.count("expert_count", at_most=MAX_EXPERTS),
         "moe_top_k": keys.count("expert_used_count"),
         "moe_every_n_layers": keys.count("moe_every_n_layers"),
         "moe_bias": False,  # llama.cpp's files leave it out

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.loader.config_schema import MAX_EXPERTS
 from quire.loader.gguf_file import GgufFile
 from quire.types.errors import CheckpointError
 
@@ -85,7 +86,7 @@ def shortest(value: Any) -> Any:
 
 def experts(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {
-        "num_local_experts": keys.count("expert_count"),
+        "num_local_experts": keys.count("expert_count", at_most=MAX_EXPERTS),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length", config["intermediate_size"]),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quire.loader.config_schema import MAX_EXPERTS
 from quire.loader.gguf_keys import GgufKeys, experts, experts_alone, granite
 from quire.loader.gguf_latent import deepseek_experts, latent_sizes, needs_sigmoid
 
@@ -140,7 +141,7 @@ def _jamba(keys: GgufKeys, config: dict[str, Any]) -> None:
             raise keys.wrong("block_count", len(layers), f"of layers whose {tensor} are evenly spaced")
         config |= {f"{kind}_layer_offset": found[0], f"{kind}_layer_period": period}
     config |= {
-        "num_experts": keys.count("expert_count", 1),
+        "num_experts": keys.count("expert_count", 1, at_most=MAX_EXPERTS),
         "num_experts_per_tok": keys.count("expert_used_count", 1),
         "mamba_expand": keys.count("ssm.inner_size") / config["hidden_size"],
         "mamba_d_state": keys.count("ssm.state_size"),

@@ -123,3 +123,11 @@ def test_every_key_that_architectures_read_is_known() -> None:
 def test_keys_that_are_not_read_may_be_anything(tmp_path: Path) -> None:
     config = {**CONFIG, "vision_config": 7, "initializer_range": "x"}
     assert load(tmp_path, config) == config
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_more_experts_than_any_model_has_are_refused_at_once(key: str, tmp_path: Path) -> None:
+    """Each has a name for each of its matrices in each layer, and all would be listed as missing."""
+    with pytest.raises(CheckpointError, match=rf"{key} is 1048576 \(Expected `int` <= 4096"):
+        load(tmp_path, {**CONFIG, key: 1 << 20})
+    assert load(tmp_path, {**CONFIG, key: 4096})[key] == 4096

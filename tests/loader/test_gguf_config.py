@@ -81,6 +81,7 @@ def test_the_logit_scale_of_granite_is_required(tmp_path: Path) -> None:
         ("rope__freq_base", 1.0, "above 1"),
         ("block_count", 0, "a positive whole number"),
         ("block_count", (1 << 32) - 1, "at most 10000"),
+        ("expert_count", 1 << 20, "at most 4096"),
         ("attention__head_count", "four", "a positive whole number"),
         ("attention__head_count_kv", [2, 1], "the same for all layers"),
         ("attention__layer_norm_rms_epsilon", "small", "a number"),
