@@ -70,7 +70,7 @@ class Rounding:
 
 def e2m1_bytes(values: Tensor) -> Tensor:
     """Values [rows, columns] -> the nearest 4-bit floats [rows, columns / 2], the first in the low bits."""
-    return _bytes(torch.bucketize(values.abs(), _BETWEEN.to(values.device)) + 8 * (values < 0))
+    return _bytes(torch.bucketize(values.abs().contiguous(), _BETWEEN.to(values.device)) + 8 * (values < 0))
 
 
 def _bytes(codes: Tensor) -> Tensor:

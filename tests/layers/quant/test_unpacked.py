@@ -8,7 +8,7 @@ import torch
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.quant.base import MatrixSpec
 from quire.layers.quant.fp8 import Fp8Linear
-from quire.layers.quant.rounding import has_fp8_rows
+from quire.layers.quant.rounding import has_fp8_rows, round_to_mxfp4
 from quire.layers.quant.unpacked import UnpackedLinear
 from quire.layers.scheme import TABLES, StoredMatrix, as_tensor, float_scheme
 from quire.loader.hub import resolve_model
@@ -94,6 +94,13 @@ def test_float_weights_become_the_nearest_4_bit_floats() -> None:
     values = torch.tensor(TABLES["E2M1"])
     best = (scaled.unsqueeze(-1) - values).abs().amin(-1)
     torch.testing.assert_close((mine - scaled).abs(), best, atol=1e-6, rtol=0)
+
+
+def test_weights_that_lie_in_columns_are_rounded_alike() -> None:
+    """Without torch's warning of slow searches, which people would see for each layer."""
+    weight = torch.randn(64, 24)
+    rounded = [round_to_mxfp4(values).tensors for values in (weight.t(), weight.t().contiguous())]
+    assert all(torch.equal(rounded[0][role], rounded[1][role]) for role in rounded[0])
 
 
 def test_what_cannot_be_rounded_is_named() -> None:
