@@ -49,6 +49,7 @@ UNSUPPORTED: dict[str, Harmless] = {
     "previous_input_messages": empty,
     "previous_response": never,
     "return_prompt_text": one_of(False),
+    "return_routed_experts": one_of(False),  # of LLM.generate alone
     "watermarking": one_of(False),
     "web_search_options": never,
 }

@@ -74,6 +74,13 @@ def test_every_field_that_one_endpoint_honours_has_a_line_for_the_others() -> No
     assert HONOURED - everywhere - table == set()
 
 
+def test_what_only_python_calls_may_ask_for_is_refused() -> None:
+    """All of SamplingParams is a field of a request, refused by name, or set by the server itself."""
+    fields = ChatCompletionRequest.model_fields.keys() | UNSUPPORTED.keys()
+    own = {"detokenize", "output_kind", "bad_words_token_ids", "thinking_marks", "extra_args"}
+    assert set(SamplingParams.__struct_fields__) - fields == own
+
+
 def test_no_field_is_both_supported_and_not() -> None:
     assert HONOURED & (UNSUPPORTED.keys() | RENAMED.keys()) == set()
     assert len(UNSUPPORTED.keys() | RENAMED.keys() | ELSEWHERE.keys() | ACCEPTED) == sum(
