@@ -36,10 +36,13 @@ DENSE = {
     "mxfp4": ("bfloat16", 0.02),
 }
 # Not w4a16-asym: compressed-tensors 0.20 writes packed zero points, and expects unpacked ones where transformers
-# builds the model without storage. Nor gpt-oss, of which transformers has all experts of a layer in one tensor.
+# builds the model without storage. Nor gpt-oss and Granite-MoE, of which transformers has all experts of a layer in
+# one tensor, nor other schemes of experts: transformers 5.23 takes W8A8 int8 for packed integers, and leaves out the
+# second scale of NVFP4.
 CASES = [
     *(("qwen2", scheme, *how) for scheme, how in DENSE.items()),
     *((kind, "w4a16", "float32", 3e-3) for kind in ("qwen3_moe", "qwen2_moe", "mixtral")),
+    *(("qwen3_moe", scheme, *DENSE[scheme]) for scheme in ("w8a16", "w8a8-fp8", "mxfp4")),
 ]
 
 
