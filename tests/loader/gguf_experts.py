@@ -186,8 +186,9 @@ def write_expert_gguf(name: str, path: Path, quant: str | None = None) -> PreTra
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: str | None) -> None:
-    if quant is not None and tensor.dim() == 3 and quant.endswith("_K"):
-        blocks = gguf_tiny.k_blocks(quant, tensor.shape[0] * tensor.shape[1], tensor.shape[2])
+    if quant is not None and tensor.dim() == 3 and quant.endswith(("_K", "FP4")):
+        make = gguf_tiny.k_blocks if quant.endswith("_K") else gguf_tiny.finite_blocks
+        blocks = make(quant, tensor.shape[0] * tensor.shape[1], tensor.shape[2])
         kind = gguf.GGMLQuantizationType[quant]
         writer.add_tensor(name, blocks.reshape(*tensor.shape[:2], -1), raw_dtype=kind)
     else:

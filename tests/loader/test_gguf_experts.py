@@ -64,7 +64,13 @@ def test_renormalized_softmax_weights_are_refused(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("name", "quant"),
-    [("qwen3moe", "Q8_0"), ("deepseek-v3", "Q8_0"), ("qwen3moe-wide", "Q4_K"), ("qwen3moe-wide", "Q6_K")],
+    [
+        ("qwen3moe", "Q8_0"),
+        ("deepseek-v3", "Q8_0"),
+        ("gpt-oss", "MXFP4"),
+        ("qwen3moe-wide", "Q4_K"),
+        ("qwen3moe-wide", "Q6_K"),
+    ],
 )
 def test_experts_stay_packed_and_compute_what_they_decode_to(tmp_path: Path, name: str, quant: str) -> None:
     write_expert_gguf(name, tmp_path / "model.gguf", quant)
