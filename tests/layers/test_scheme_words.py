@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.layers.scheme import Role, ScaleGrid, Scheme, StoredMatrix, ZeroPoints, as_tensor, in_words, part_of, rows_of
+from quire.layers.scheme import (
+    Role,
+    ScaleGrid,
+    Scheme,
+    StoredMatrix,
+    ZeroPoints,
+    as_tensor,
+    in_words,
+    part_of,
+    rows_of,
+)
 from quire.loader.quantized.base import stored_shape
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
