@@ -76,13 +76,18 @@ class BitsAndBytes(QuantizedCheckpoint):
             return
         self._check_table(path, state)
         if state.nested_blocksize is not None:
+            if tensors["scales"].dtype != torch.uint8:
+                raise CheckpointError(
+                    f"{path}.weight.absmax is not of torch.uint8, as nested ones are; download it again"
+                )
             codes = tensors["scales"].flatten().long()
             table, largest = (self._stored.get(f"{path}.weight.nested_{name}") for name in ("quant_map", "absmax"))
+            largest = largest.float().flatten()
             if table.shape != (256,) or len(largest) * state.nested_blocksize < len(codes):
                 raise CheckpointError(
                     f"{path}.weight.nested_quant_map or nested_absmax is cut; download the file again"
                 )
-            each = largest.float()[torch.arange(len(codes)) // state.nested_blocksize]
+            each = largest[torch.arange(len(codes)) // state.nested_blocksize]
             tensors["scales"] = table.float()[codes] * each + state.nested_offset
 
     def _state(self, name: str) -> _State:

@@ -101,6 +101,20 @@ def test_blocks_of_scales_that_no_memory_holds_are_not_spread(tmp_path: Path) ->
     assert torch.equal(logits(folder.path), logits(ROOT / "bnb-nf4")), "all scales are of one block, as before"
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (4, 4)])
+def test_scales_of_scales_in_any_dimensions(shape: tuple[int, ...], tmp_path: Path) -> None:
+    folder, name = Folder("bnb-nf4", tmp_path), f"{DOWN}.weight.nested_absmax"
+    folder.tensors[name] = folder.tensors[name].new_full(shape, float(folder.tensors[name][0]))
+    save_file(folder.tensors, folder.path / "model.safetensors")
+    assert torch.equal(logits(folder.path), logits(ROOT / "bnb-nf4"))
+
+
+def test_scales_that_are_floats_and_places_in_a_table(tmp_path: Path) -> None:
+    folder, name = Folder("bnb-nf4", tmp_path), f"{DOWN}.weight.absmax"
+    folder.tensors[name] = torch.full_like(folder.tensors[name], 200, dtype=torch.float32) * 2
+    folder.refused(rf"{name} is not of torch\.uint8, as nested ones are")
+
+
 @pytest.mark.parametrize(
     ("locations", "is_read"), [(["weight_input", "weight_output"], True), (["weight_input", "input"], False)]
 )
