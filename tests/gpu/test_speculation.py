@@ -71,14 +71,15 @@ def test_deterministic_tokens_are_those_of_no_speculation(model: Path, wrong: fl
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
 def test_every_drafter_leaves_deterministic_tokens_as_they_are(tmp_path: Path, method: str) -> None:
-    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    name = method if method in ("eagle", "eagle3", "medusa", "mtp") else "medusa"  # of the others the target alone
-    target, config = drafter(tmp_path, name, max_position_embeddings=512, **sizes)
+    sizes: dict[str, Any] = {"max_position_embeddings": 512}
+    if method != "medusa":
+        sizes |= {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    name = method if method in ("eagle", "eagle3", "medusa", "mtp") else "eagle"  # of the others the target alone
+    target, config = drafter(tmp_path, name, **sizes)
     if method == "draft_model":
-        smaller = make_model(tmp_path / "smaller", "llama", max_position_embeddings=512, **sizes)
-        config = {"method": method, "model": str(smaller)}
+        config = {"method": method, "model": str(make_model(tmp_path / "smaller", "llama", **sizes))}
     elif name != method:
-        config = {"method": method}
+        config = {"method": method, **({"prompt_lookup_min": 1} if method == "ngram" else {})}
     settings = {"deterministic": True, "kv_cache_memory": ROOMY_CACHE, "max_model_len": 256}
     known = run_jobs(engine(target, **settings), all_jobs(longest=100), seed=1)
     core = engine(target, speculative_config={**config, "num_speculative_tokens": 3}, **settings)
