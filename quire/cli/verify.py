@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.types.errors import ConfigError, ModelError
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog. In the year 1969, the first people walked on the moon."
 TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-1  # of float32, and of the shorter types
 FIRST_LAYER = "layers.0"
+_WITHOUT_EFFECT = 1e-4  # of an op's difference, at most this part of it is left behind the layer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +50,14 @@ class Difference:
     relative: float
 
     def describe(self) -> str:
+        layer, op = self.place
+        return f"{f'layer {layer}, ' if layer else ''}{op} (off by {self.relative:.1e})"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The layer and the op within it."""
         match = re.search(r"layers\.(\d+)\.(.+)", self.name)
-        return f"{f'layer {match[1]}, {match[2]}' if match else self.name} (off by {self.relative:.1e})"
+        return (match[1], match[2]) if match else ("", self.name)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,19 @@ class Report:
 
     @property
     def first(self) -> Difference | None:
-        return next((d for d in self.compared if not d.relative <= self.tolerance), None)
+        others = self.without_effect
+        return next((d for d in self.compared if not d.relative <= self.tolerance and d not in others), None)
+
+    @property
+    def without_effect(self) -> list[Difference]:
+        """Ops that differ in some layer behind which nothing does: heads in another order, or scaled later."""
+        found: set[str] = set()
+        layers = [list(ops) for _, ops in groupby(self.compared, lambda d: d.place[0])]
+        for ops, (behind, *_) in pairwise(layers):
+            limit = max(self.tolerance, behind.relative / _WITHOUT_EFFECT)
+            # What an indexer's difference leaves behind says nothing: it may choose the same keys all the same.
+            found |= {d.place[1] for d in ops if d.relative > limit and ".indexer." not in d.name}
+        return [d for d in self.compared if d.relative > self.tolerance and d.place[1] in found]
 
     def format(self) -> str:
         """What was compared, and the verdict as the last line."""
@@ -72,6 +92,8 @@ class Report:
             f"worst: {worst.describe()}",
             f"greedy next token: the same at {self.num_agreeing} of {self.num_tokens} positions",
         ]
+        if others := self.without_effect:
+            lines.insert(1, f"other values to the same effect: {', '.join(d.describe() for d in others)}")
         if self.left_out:
             lines.insert(1, f"left out, for their results have other shapes: {', '.join(self.left_out)}")
         if self.first is None:

@@ -21,7 +21,7 @@ from quire.models.base import CausalLM
 from quire.types.errors import ConfigError
 from quire.worker import direct
 from tests.loader.gguf_experts import write_expert_gguf
-from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, ROPES, Tiny
+from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, RECURRENT, ROPES, Tiny
 
 LLAMA = ARCHITECTURES[0]
 
@@ -75,6 +75,31 @@ def test_rotated_pairs_are_compared_as_a_checkpoint_has_them(tmp_path: Path, tin
     assert sum(".indexer." in name for name in names) == 4 * len(own)
     assert report.left_out == tuple(own)
     assert ("left out" in report.format()) == bool(own)
+
+
+OTHERWISE = {"llama4": "qk_norm", "llama4-dense": "router", "hunyuan-moe": "query_layernorm", "falcon-h1": "in_proj"}
+
+
+@pytest.mark.parametrize("name", list(OTHERWISE))
+def test_other_values_to_the_same_effect(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers norms heads that it rotated, and scales what comes before a matmul instead of behind it."""
+    folder = make(tmp_path, next(tiny for tiny in MIXTURES + RECURRENT if tiny.name == name))
+    assert main(["verify", folder]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("other values to the same effect: layer ")
+    assert OTHERWISE[name] in lines[1]
+    load = direct.load_model
+
+    def load_and_tamper(*args: Any) -> CausalLM:
+        loaded = load(*args)
+        add_to("model.norm.weight")(loaded)
+        return loaded
+
+    monkeypatch.setattr(direct, "load_model", load_and_tamper)
+    assert main(["verify", folder]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("DIFFERENT, first at model.")
 
 
 def test_a_model_whose_weights_transformers_cannot_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
