@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.attention.torch_ref import TorchAttention
 from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
+from quire.platform.transfer import Download
+from quire.runner import cuda_graphs
 from quire.runner.runner import Runner
 from quire.runner.sampling.sampler import SamplingKind
 from quire.runner.step import Arriving, Step, StepShape
@@ -99,4 +101,6 @@ def capture_steps(monkeypatch: pytest.MonkeyPatch, mixed: tuple[int, ...] = (32,
     monkeypatch.setattr(CpuPlatform, "mixed_graph_sizes", mixed)
     monkeypatch.setattr(CpuPlatform, "narrow_above", mixed[-1])
     monkeypatch.setattr(CpuPlatform, "graph_pool", lambda self, num_bytes: Rerun(num_bytes))
+    # What a replay leaves is copied behind it, as on a GPU: the next may overwrite it before it is read.
+    monkeypatch.setattr(cuda_graphs, "Download", lambda tensor: Download(tensor.clone()))
     Rerun.captured = 0
