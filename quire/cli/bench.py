@@ -250,6 +250,9 @@ def _run_spec(args: argparse.Namespace) -> int:
     settings = engine_settings_from(args)
     shape = {field.name: getattr(args, field.name) for field in fields(SpecOptions)}
     options = SpecOptions(**shape)
+    speculative = engine_config_from(args).speculation.speculative_config
+    if speculative is not None and speculative.method == "none":
+        raise ConfigError("speculative_config: method is none, so nothing would be measured; leave it out")
     from quire import LLM
     from quire.bench.output import save_page
 

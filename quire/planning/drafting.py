@@ -38,7 +38,7 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 from quire.runner.stages import StageInputs
 from quire.runner.ways import WayContext, make_ways
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, ModelError
 from quire.types.ledger import LedgerLine
 
 
@@ -122,7 +122,10 @@ def plan_draft(
         source = find_model(replace(config.model, model=str(speculative.model), revision=speculative.revision))
         model_config = load_config(source)
         is_model = speculative.method == "draft_model"
-        architecture = generator_class(model_config) if is_model else HEADS.get(speculative.method)
+        try:
+            architecture = generator_class(model_config) if is_model else HEADS.get(speculative.method)
+        except ModelError as error:
+            raise ModelError(f"speculative_config: model {speculative.model}: {error}") from error
         if not is_model:
             model_config = _completed(model_config, source, target)
         if speculative.method == "eagle3":

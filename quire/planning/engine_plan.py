@@ -60,6 +60,9 @@ from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.pooling import PoolerConfig, only_pools
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,8 @@ def _pooler(
             "speculative_config: method is eagle3, whose heads read other hidden states than those that a model which"
             " generates and embeds keeps; use another method, or leave out --convert"
         )
+    if only_pools(pooler) and speculative is not None:
+        logger.warning("speculative_config is not used: %s generates no tokens", config.model.model)
     return pooler
 
 

@@ -142,6 +142,11 @@ def test_debug_may_stand_before_or_after_the_kind(arguments: list[str]) -> None:
         main([*arguments, "--base-url", "nowhere"])
 
 
+def test_drafts_that_are_off_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "spec", "--speculative-config", '{"method": "none"}']) == 1
+    assert "method is none, so nothing would be measured" in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_a_run_quietly() -> None:
     with FakeServer(Behaviour(first=600)) as server:
         command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url, *SHORT]

@@ -14,7 +14,7 @@ from quire.planning.engine_plan import plan_memory
 from quire.platform.cpu import CpuPlatform
 from quire.runner.proposers.draft_model import DraftModel
 from quire.runner.runner import Runner
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, ModelError
 from quire.types.sampling import SamplingParams
 from tests.e2e.draft_heads import SPARSE
 from tests.e2e.drafting import EAGER, Counting, assert_same, draft_always, engine, run
@@ -171,6 +171,13 @@ def test_a_sleeping_engine_wakes_with_its_drafter(models: dict[str, Path]) -> No
     driver.finish()
     stats = core.scheduler.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
+
+
+def test_a_folder_that_is_no_model_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    """Such as that of a Medusa head, whose method is another."""
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    with pytest.raises(ModelError, match=f'speculative_config: model {tmp_path}: the model config has no "architect'):
+        make_engine(models["llama"], speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_what_does_not_fit_is_refused_by_name(models: dict[str, Path], tmp_path: Path) -> None:

@@ -101,6 +101,17 @@ def test_heads_that_attention_has_no_room_for_are_refused(tmp_path: Path) -> Non
         make_plan(tmp_path, {**LLAMA, "head_dim": 512}, attention_backend="triton")
 
 
+def test_a_drafter_of_a_model_that_only_embeds_is_said_to_be_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no error: models that one server has share its flags."""
+    make_plan(tmp_path, LLAMA, convert="embed", speculative_config={"method": "ngram"})
+    assert "speculative_config is not used" in caplog.text
+    caplog.clear()
+    make_plan(tmp_path, LLAMA, speculative_config={"method": "ngram"})
+    assert "speculative_config" not in caplog.text
+
+
 def test_sliding_layers_share_the_pages_of_full_ones(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, SLIDING, max_num_seqs=1, max_num_batched_tokens=16, kv_cache_dtype="float32")
     layout = plan.ledger.layout
