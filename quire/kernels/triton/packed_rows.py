@@ -421,8 +421,11 @@ def packed_rows(
         block, columns = piece // 4, pieces * piece
         lines = lines or (8 if columns > _FEW_BYTES else 16)
     lines = lines or 16
+    # Then a thread has four words side by side, as `_fours` takes them.
+    is_aligned = not (x.data_ptr() % 16 or codes.data_ptr() % 16) and lines * columns >= 512 * num_warps
     is_even = torch.cuda.is_available() and x.dtype == torch.bfloat16 and weight.scales.dtype == torch.float32
-    is_even = is_even and weight.lines_of_scale % lines == 0 and n % lines == 0 and k % (splits * columns) == 0
+    is_even = is_even and is_aligned and weight.lines_of_scale % lines == 0 and n % lines == 0
+    is_even = is_even and k % (splits * columns) == 0
     options = launch_options()
     parts, counters = out, out
     if splits > 1:
