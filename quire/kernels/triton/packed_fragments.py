@@ -222,23 +222,23 @@ def _powers_at(scale_ptr, at, ASM: tl.constexpr):
     )
 
 
-def _wide_load(number: int, bits: int, at: int) -> list[str]:
-    """`number` numbers from one address, as 16-bit h0, h1, ... or as bytes of `word`."""
-    if bits == 8:
-        if number == 4:
-            return [".reg .b32 word;", f"ld.global.b32 word, [${at}];"]
-        return [".reg .b16 both;", ".reg .b32 word;", f"ld.global.b16 both, [${at}];", "mov.b32 word, {both, both};"]
-    words = [f"w{index}" for index in range(number // 2)]
-    loaded = f"ld.global.b32 w0, [${at}];" if number == 2 else f"ld.global.v2.b32 {{w0, w1}}, [${at}];"
-    split = [f"mov.b32 {{h{2 * index}, h{2 * index + 1}}}, {word};" for index, word in enumerate(words)]
-    return [f".reg .b16 h<{number}>, z;", f".reg .b32 w<{number // 2}>;", loaded, *split]
-
-
 def _wide_assembly(kind: str, number: int) -> str:
-    """The scales (of a type) or zeros of `number` pieces, each for two elements of a thread that want the same."""
-    lines = ["{", *_wide_load(number, 8 if kind == "zeros" else 16, 2 * number), "mov.b16 z, 0;"]
+    """Reads the scales (of a 16-bit type) or the zeros of `number` pieces from one address.
+
+    Each twice, for two elements of a thread that want the same: scales as bits of float32, zeros as `_numbers_at`.
+    """
+    at, lines = f"[${2 * number}]", ["{"]
     if kind == "zeros":
-        lines.pop()
+        lines += [".reg .b16 both;", ".reg .b32 word;"]
+        lines += (
+            [f"ld.global.b32 word, {at};"]
+            if number == 4
+            else [f"ld.global.b16 both, {at};", "mov.b32 word, {both, both};"]
+        )
+    else:
+        lines += [f".reg .b16 h<{number}>, z;", f".reg .b32 w<{number // 2}>;", "mov.b16 z, 0;"]
+        lines.append(f"ld.global.b32 w0, {at};" if number == 2 else f"ld.global.v2.b32 {{w0, w1}}, {at};")
+        lines += [f"mov.b32 {{h{2 * word}, h{2 * word + 1}}}, w{word};" for word in range(number // 2)]
     for piece in range(number):
         to = f"${2 * piece}"
         if kind == "zeros":
@@ -256,34 +256,20 @@ _FOUR_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["l,l"]))
 
 
 @triton.jit
-def _wide_scales(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
-    """Scales of pieces side by side: one load for a line instead of one for each piece.
+def _wide_words(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
+    """Scales or zeros of consecutive pieces: one load for a row of the weight instead of one for each piece.
 
-    A line's numbers have a cache line of their own, and looking that up takes as long as some of the line's codes.
+    A row's numbers have a cache line of their own, and looking that up takes as long as some of the row's codes.
     """
     if PIECES == 2:
-        numbers = tl.inline_asm_elementwise(
-            WIDE, _TWO_OPERANDS, [at], dtype=(tl.float32, tl.float32), is_pure=False, pack=2
-        )
-    else:
-        numbers = tl.inline_asm_elementwise(
-            WIDE, _FOUR_OPERANDS, [at], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=2
-        )
-    return numbers
-
-
-@triton.jit
-def _wide_zeros(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
-    """The same of zeros."""
-    if PIECES == 2:
-        numbers = tl.inline_asm_elementwise(
+        words = tl.inline_asm_elementwise(
             WIDE, _TWO_OPERANDS, [at], dtype=(tl.int32, tl.int32), is_pure=False, pack=2
         )
     else:
-        numbers = tl.inline_asm_elementwise(
+        words = tl.inline_asm_elementwise(
             WIDE, _FOUR_OPERANDS, [at], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=2
         )
-    return numbers
+    return words
 
 
 @triton.jit
@@ -334,9 +320,11 @@ def _read(
             zeros = _with(zeros, tl.full([32 * WARPS, 4], 0x43084308, tl.int32))
     if WIDE_SCALES != "":
         at = groups + tl.where(first * 128 < K, first, 0)[:, None]
-        scales = _wide_scales(scale_ptr + at, WIDE_SCALES, PIECES)
+        words = _wide_words(scale_ptr + at, WIDE_SCALES, PIECES)
+        for number in tl.static_range(PIECES):
+            scales = _with(scales, words[number].to(tl.float32, bitcast=True))
         if zero_ptr is not None:
-            zeros = _wide_zeros(zero_ptr + at, WIDE_ZEROS, PIECES)
+            zeros = _wide_words(zero_ptr + at, WIDE_ZEROS, PIECES)
     return lows, highs, scales, zeros
 
 
