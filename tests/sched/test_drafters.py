@@ -136,14 +136,7 @@ def test_a_request_without_a_prediction_has_no_guesses() -> None:
 
 @given(st.lists(FEW, max_size=6), FEW, st.integers(1, 8))
 def test_a_suffix_guess_is_what_followed_somewhere(past: list[list[int]], known: list[int], limit: int) -> None:
-    drafter = SuffixDrafter(SUFFIX)
-    for outputs in past:
-        ended = a_request([9, *outputs], 1)
-        drafter.open(ended)
-        drafter.close(ended)
-    request = a_request(known)
-    drafter.open(request)
-    guess = drafter.propose(request, 0, limit)
+    guess = suffix_guess(past, known, limit)
     assert -1 not in guess
     seen = [known, *past]
     follows = [
@@ -224,16 +217,16 @@ def test_forced_tokens_may_begin_behind_drafts_in_flight() -> None:
     assert drafter.propose(request, 3, 9) == []
 
 
-def suffix_guess(past: list[list[int]], known: list[int], **fields: float) -> list[int]:
+def suffix_guess(past: list[list[int]], known: list[int], limit: int = 9, **fields: float) -> list[int]:
     """What outputs of the past make a drafter of these settings guess."""
     drafter = SuffixDrafter(SpeculativeConfig(method="suffix", **fields))
     for outputs in past:
-        ended = a_request([0, *outputs], 1)
+        ended = a_request([9, *outputs], 1)
         drafter.open(ended)
         drafter.close(ended)
     request = a_request(known)
     drafter.open(request)
-    return drafter.propose(request, 0, 9)
+    return drafter.propose(request, 0, limit)
 
 
 def test_the_settings_of_suffix_are_kept() -> None:
