@@ -157,7 +157,7 @@ def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
     if kind.startswith("fp8"):
         blocks = torch.rand(experts, n // 128, k // 128, device="cuda") / 256
         codes = torch.randint(0, 120, (experts, n, k), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        return PackedWeight(codes, blocks.repeat_interleave(128, 1), lines_of_scale=128)
+        return PackedWeight(codes, blocks.repeat_interleave(128, 1), rows_per_scale=128)
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
     if kind == "mxfp4":
         exponents = torch.randint(115, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")

@@ -37,7 +37,7 @@ class PackedWeight(NamedTuple):
     is_float: bool = False  # codes of 4 bits are E2M1
     minima: Tensor | None = None  # [experts, N, K / group] float32
     line_scale: Tensor | None = None  # [experts, N] float32
-    lines_of_scale: int = 1  # so many lines side by side have the same scales
+    rows_per_scale: int = 1  # consecutive rows of the matrix that share their scales, as in 128x128 blocks
 
     @property
     def has_bytes(self) -> bool:

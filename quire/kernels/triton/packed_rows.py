@@ -424,7 +424,7 @@ def packed_rows(
     # Then a thread has four words side by side, as `_fours` takes them.
     is_aligned = not (x.data_ptr() % 16 or codes.data_ptr() % 16) and lines * columns >= 512 * num_warps
     is_even = torch.cuda.is_available() and x.dtype == torch.bfloat16 and weight.scales.dtype == torch.float32
-    is_even = is_even and is_aligned and weight.lines_of_scale % lines == 0 and n % lines == 0
+    is_even = is_even and is_aligned and weight.rows_per_scale % lines == 0 and n % lines == 0
     is_even = is_even and k % (splits * columns) == 0
     options = launch_options()
     parts, counters = out, out

@@ -389,7 +389,7 @@ def packed_wide(
         BN=shape.bn,
         BK=bk,
         PAIRED=paired,
-        SAME_SCALES=in_sums and weight.has_bytes and has_numbers and weight.lines_of_scale % shape.bn == 0,
+        SAME_SCALES=in_sums and weight.has_bytes and has_numbers and weight.rows_per_scale % shape.bn == 0,
         num_warps=shape.num_warps,
         num_stages=stages_within(shape.num_stages, stage, 4096),
         **launch_options(),

@@ -95,13 +95,13 @@ class PackedStore:
         self.zeros = empty_parameter(*groups, dtype=torch.uint8) if form.has_zeros else None
         self.minima = empty_parameter(*groups, dtype=torch.float32) if form.has_minima else None
         self.line_scale = empty_parameter(*lines, dtype=torch.float32) if form.has_line_scale else None
-        self._lines_of_scale = 0  # of all pieces that were loaded
+        self._rows_per_scale = 0  # divides the block height of every loaded piece; 0: none is loaded
 
     @property
     def weight(self) -> PackedWeight:
         is_float = self.form.name == "e2m1"
-        lines = self._lines_of_scale or 1
-        return PackedWeight(self.codes, self.scales, self.zeros, is_float, self.minima, self.line_scale, lines)
+        shared = self._rows_per_scale or 1
+        return PackedWeight(self.codes, self.scales, self.zeros, is_float, self.minima, self.line_scale, shared)
 
     def register(self, module: nn.Module) -> None:
         """Make the tensors parameters of the module."""
@@ -118,7 +118,7 @@ class PackedStore:
         rows, form = rows.plain(), self.form
         scheme, shape = rows.scheme, (rows.shape[0], rows.shape[1])
         assert scheme.scales is not None
-        self._lines_of_scale = math.gcd(self._lines_of_scale, scheme.scales.rows or 0, *self.spec.pieces)
+        self._rows_per_scale = math.gcd(self._rows_per_scale, scheme.scales.rows or 0, *self.spec.pieces)
         tensors: dict[Role, Tensor] = {role: tensor.to(device) for role, tensor in rows.tensors.items()}
         codes, zeros = scheme.codes(tensors, shape), scheme.zero_values(tensors)
         check_numbers(scheme, codes, self.spec.path)

@@ -228,7 +228,7 @@ def test_lines_that_have_the_same_scales(kind: str, num_experts: int) -> None:
 
     weight = make_bytes(num_experts, 256, 512, kind, group=128)
     scales = weight.scales[:, ::64].repeat_interleave(64, 1).contiguous()
-    weight = weight._replace(scales=scales, lines_of_scale=64)
+    weight = weight._replace(scales=scales, rows_per_scale=64)
     dense, x = weight.unpacked().cpu(), torch.randn(19, 512).to(HALF) / 16
     if num_experts == 1:
         shape = GroupedShape(16, 64, 128, 2, 2)

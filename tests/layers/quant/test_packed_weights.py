@@ -17,7 +17,18 @@ from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightL
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
 from quire.layers.quant.registry import choose_grouped, choose_quantization
 from quire.layers.quant.rounding import MXFP4, round_to_mxfp4
-from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
+from quire.layers.scheme import (
+    F32,
+    Packing,
+    Role,
+    ScaleGrid,
+    Scheme,
+    StoredMatrix,
+    Weight,
+    ZeroPoints,
+    in_words,
+    rows_of,
+)
 from quire.loader.gguf_quants import SCHEMES as GGUF_SCHEMES
 from quire.ops.base import Target
 from quire.ops.grouped import sparse_mlp
@@ -233,6 +244,26 @@ def test_floats_and_bytes_stay_packed(make: Callable[[int, int], StoredMatrix], 
     expected = torch.cat([piece.tensor() for piece in pieces if isinstance(piece, StoredMatrix)])
     torch.testing.assert_close(method.multiply(torch.eye(WIDTH)).t(), expected, rtol=1e-6, atol=0)
     assert method.num_bytes == planned == round(168 * WIDTH * bits / 8)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([eight_bits(FP8_BLOCKS, 256, 0), eight_bits(FP8_BLOCKS, 128, 1)], 128),
+        ([eight_bits(FP8_BLOCKS, 128, 0), eight_bits(FP8_BLOCKS, 40, 1)], 8),
+        ([rows_of(eight_bits(FP8_BLOCKS, 256, 0), torch.arange(256).flip(0)), eight_bits(FP8_BLOCKS, 128, 1)], 1),
+        ([eight_bits(FP8_MATRIX, 96, 0), eight_bits(FP8_MATRIX, 64, 1)], 32),
+        ([eight_bits(ROW_SCALES, 128, 0)], 1),
+    ],
+    ids=["blocks", "a piece of part of a block", "rows in another order", "a scale for each piece", "for each row"],
+)
+def test_rows_that_are_said_to_share_scales_do(pieces: list[Weight], expected: int) -> None:
+    """Kernels read the scales of the first of them alone."""
+    method, _ = linear(pieces)
+    weight = method._store.weight
+    assert weight.rows_per_scale == expected
+    blocks = weight.scales.unflatten(1, (-1, expected))
+    assert torch.equal(blocks, blocks[:, :, :1].expand_as(blocks))
 
 
 @pytest.mark.parametrize("name", sorted(GGUF_SCHEMES))
