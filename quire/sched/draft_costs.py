@@ -39,8 +39,8 @@ class _Mean:
 class DraftCosts:
     """Steps without drafts that a draft adds, by the sizes of batch and drafts as powers of two.
 
-    The cost is neither linear nor smooth. What was never tried is believed to cost what half as many did, and is
-    tried in small steps.
+    The cost is neither linear nor smooth, and on a GPU most of it is that of verifying anything. So what was never
+    tried is believed to cost as if drafts went on to add what the last doubling did, and is tried in small steps.
     """
 
     def __init__(self, times: StepTimes) -> None:
@@ -48,22 +48,26 @@ class DraftCosts:
         self._times = times
         self._plain: deque[tuple[int, float]] = deque(maxlen=_COMPARED)  # rows and seconds
         self._extra: dict[tuple[int, int], _Mean] = {}  # rows and drafts, as powers of two -> what each draft adds
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}  # what is believed of a size: fixed, each draft
         self._was_spike = False
 
     def extra(self, rows: int, num_drafts: int) -> float:
         """Steps without drafts that this number of drafts adds to one of these rows."""
-        for known in range(num_drafts.bit_length(), 0, -1):
-            mean = self._extra.get((rows.bit_length(), known))
-            if mean is not None:
-                return num_drafts * max(0.0, mean.value)
-        return self._times.of(StepWork(rows, num_drafts)) / self._times.of(StepWork(rows)) - 1.0
+        key = rows.bit_length(), num_drafts.bit_length()
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._line(rows, *key)
+        return line[0] + num_drafts * line[1]
 
     def most(self, rows: int) -> int:
         """How many drafts may be tried now."""
         if len(self._plain) < _UNKNOWN:
             return 0
-        largest = max((size for batch, size in self._extra if batch == rows.bit_length()), default=0)
-        return max(self.first(rows), (2 << largest) - 1)
+        return max(self.first(rows), 2 * self.tried(rows) + 1)
+
+    def tried(self, rows: int) -> int:
+        """The largest number of drafts whose cost is known from measurements."""
+        return (1 << max((size for batch, size in self._extra if batch == rows.bit_length()), default=0)) - 1
 
     def first(self, rows: int) -> int:
         """A number of drafts that is enough to measure what they add, and not more."""
@@ -73,6 +77,7 @@ class DraftCosts:
         """A step of these rows and drafts, and nothing else, took `seconds`. Returns what its drafts added."""
         if not num_drafts:
             self._times.measured(StepWork(rows), seconds)
+            self._lines.clear()
             self._plain.append((rows, seconds))
             return 0.0
         if len(self._plain) < _UNKNOWN:
@@ -88,5 +93,19 @@ class DraftCosts:
             found = most
         self._was_spike = is_spike
         self._extra.setdefault((rows.bit_length(), num_drafts.bit_length()), _Mean()).add(found / num_drafts)
+        self._lines.clear()
         found = min(found, _CHARGED * (1.0 + expected) - 1.0)
         return max(0.0, found)  # no draft makes a step faster: the machine has become so since
+
+    def _line(self, rows: int, batch: int, size: int) -> tuple[float, float]:
+        """What is added by drafts of a size whatever their number, and by each."""
+        found = [(1 << known) - 1 for known in range(size, 0, -1) if (batch, known) in self._extra]
+        if not found:
+            count = 1 << size - 1
+            return 0.0, (self._times.of(StepWork(rows, count)) / self._times.of(StepWork(rows)) - 1.0) / count
+        each = [max(0.0, self._extra[batch, count.bit_length()].value) for count in found[:2]]
+        if found[0].bit_length() == size:
+            return 0.0, each[0]
+        last = found[0] * each[0]
+        slope = max(0.0, (last - found[1] * each[1]) / (found[0] - found[1])) if len(found) > 1 else 0.0
+        return last - slope * found[0], slope

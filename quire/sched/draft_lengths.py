@@ -20,9 +20,10 @@ _MEMORY = 0.8  # part of what is known about acceptance that the next guess leav
 _DOUBT = 1.0  # guesses' worth of weight that the other requests' acceptance has for a new one
 _GAIN = 1.05  # what drafts must be predicted to win: the prediction is not exact
 _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gave
-_EARNED = 0.005  # tokens of this credit that come with each token
+_EARNED = 0.03  # tokens of this credit that come with each token: of a batch, it bears what all drafts cost
 _PROBED = 0.01  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
+_EXPLORED = 0.1  # part of what drafts may cost that a first try of so many may lose, as predicted
 # Below this speed-up, one step in this many verifies no drafts, to measure what that takes: the closer, the more.
 _COMPARED = ((1.2, 6), (1.5, 12), (2.5, 32), (float("inf"), 64))
 _LOSS = 4.0  # steps without drafts that all drafts together may have cost more than they gave
@@ -187,17 +188,22 @@ class MeasuredLengths(EveryDraft):
         """How many of these drafts give the most tokens a second, the most probable first."""
         if not gains or self._account <= 0.0 or self._num_steps - self._last_plain >= self._compare_after:
             return 0
-        best, best_rate, tokens = 0, _GAIN, float(rows)
+        best, best_rate, tokens = 0, 0.0, float(rows)
         for count, held in enumerate(gains, 1):
             tokens += held
             rate = tokens / rows / (1.0 + self._costs.extra(rows, count))
             if rate > best_rate:
                 best, best_rate = count, rate
-        self._compare_after = next(steps for rate, steps in _COMPARED if best_rate < rate)
-        if best or gains[0] < _LIKELY:
+        self._compare_after = next(steps for rate, steps in _COMPARED if max(best_rate, _GAIN) < rate)
+        if best_rate > _GAIN:
             return best
-        few = min(len(gains), self._costs.first(rows))
-        if self._costs.extra(rows, few) <= _PROBED * (self._num_steps - self._last_probe):
+        if len(gains) > self._costs.tried(rows):
+            lost = self._costs.extra(rows, len(gains)) - sum(gains) / rows
+            if lost <= _EXPLORED * self._account:
+                return len(gains)
+        few = min(len(gains), max(best, self._costs.first(rows)))
+        is_likely = gains[0] >= _LIKELY
+        if is_likely and self._costs.extra(rows, few) <= _PROBED * (self._num_steps - self._last_probe):
             self._last_probe = self._num_steps
             return few
         return 0
