@@ -58,20 +58,20 @@ def _slices(kind: str) -> list[str]:
         for half in range(2):
             for operand in range(4):
                 line, word = operand % 2, 2 * half + operand // 2
-                lines += _unpacked(kind, f"a{operand}", 4 + 4 * line + word, piece, line)
+                lines += unpacked(kind, f"a{operand}", 4 + 4 * line + word, piece, 28 + 2 * line)
             x = 12 + 4 * piece + 2 * half
             lines.append(_mma(half, f"${x}", f"${x + 1}"))
     return lines
 
 
-def _unpacked(kind: str, to: str, word: int, piece: int, line: int) -> list[str]:
-    """Two columns of one of the four slices of a word."""
+def unpacked(kind: str, to: str, word: int, piece: int, number: int) -> list[str]:
+    """Two columns of one of the four slices of a word; `number` is the operand that is its zeros or first power."""
     if kind == "int4":
         source = f"${word}" if piece == 0 else "part"
         return [
             *([] if piece == 0 else [f"shr.u32 part, ${word}, {4 * piece};"]),
             f"lop3.b32 part, {source}, 0x000F000F, 0x43004300, 0xEA;",
-            f"sub.bf16x2 {to}, part, ${28 + 2 * line};",
+            f"sub.bf16x2 {to}, part, ${number};",
         ]
     moved = 6 - 4 * piece
     return [
@@ -79,7 +79,7 @@ def _unpacked(kind: str, to: str, word: int, piece: int, line: int) -> list[str]
         "and.b32 sign, sign, 0x80008000;",
         f"shl.b32 part, ${word}, {moved};" if moved > 0 else f"shr.u32 part, ${word}, {-moved};",
         "lop3.b32 part, part, 0x01C001C0, sign, 0xEA;",
-        f"mul.bf16x2 {to}, part, ${28 + 2 * line + piece // 2};",
+        f"mul.bf16x2 {to}, part, ${number + piece // 2};",
     ]
 
 
@@ -89,18 +89,18 @@ _OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 28))
 
 
 @triton.jit
-def _plain(bits):
+def plain(bits):
     """The lower bfloat16 of words as float32."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _half(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
+def half_values(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
     """The codes at some bits of words, as float32."""
     code = (words >> SHIFT) & 15
     if KIND == "int4":
-        return _plain(code + 0x4300) - zeros
-    return _plain(((code & 8) << 12) | ((code & 7) << 6)) * zeros
+        return plain(code + 0x4300) - zeros
+    return plain(((code & 8) << 12) | ((code & 7) << 6)) * zeros
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _pair_sums(words, x, zeros, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: 
     """What one slice of words of 8 lines gives for each of 8 tokens: [WARPS, 8, 8]."""
     first = (x << 16).to(tl.float32, bitcast=True)
     second = (x & -65536).to(tl.float32, bitcast=True)
-    a, b = _half(words, 4 * SLICE, zeros, KIND), _half(words, 16 + 4 * SLICE, zeros, KIND)
+    a, b = half_values(words, 4 * SLICE, zeros, KIND), half_values(words, 16 + 4 * SLICE, zeros, KIND)
     sums = tl.reshape(a, [WARPS, 8, 1, 16]) * tl.reshape(first, [WARPS, 1, 8, 16])
     sums += tl.reshape(b, [WARPS, 8, 1, 16]) * tl.reshape(second, [WARPS, 1, 8, 16])
     return tl.sum(sums, axis=3)
@@ -126,7 +126,7 @@ def _piece_matmul(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.
             _E2M1, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
         )
     # Of integers twice the same, else the powers of both halves of a chunk.
-    by_half, second = tl.split(tl.reshape(_plain(zeros), [32 * WARPS, 2, 2]))
+    by_half, second = tl.split(tl.reshape(plain(zeros), [32 * WARPS, 2, 2]))
     low_first, high_first = tl.split(by_half)
     low_second, high_second = tl.split(second)
     one = tl.zeros([32 * WARPS, 4], tl.float32)
@@ -147,7 +147,7 @@ def _in_fragments(lower, upper, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _scale_at(scale_ptr, at, ASM: tl.constexpr):
+def scale_at(scale_ptr, at, ASM: tl.constexpr):
     """Scales as float32, two addresses of a thread being the same."""
     if not ASM:
         return tl.load(scale_ptr + at).to(tl.float32)
@@ -170,7 +170,7 @@ def _scale_at(scale_ptr, at, ASM: tl.constexpr):
 
 
 @triton.jit
-def _byte_at(ptr, at, ASM: tl.constexpr):
+def byte_at(ptr, at, ASM: tl.constexpr):
     """Bytes as int32."""
     if not ASM:
         return tl.load(ptr + at).to(tl.int32) & 255
@@ -184,23 +184,23 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
                 ASM: tl.constexpr):  # fmt: skip
     """Scales of a piece, and what is taken from or multiplied into its weights: twice the same bfloat16."""
     if KIND == "e2m1":
-        zero = _powers_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
+        zero = powers_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
         scale = zero.to(tl.float32)
     else:
         at = groups + (piece * 128 // GROUP)[:, None]
-        scale = _scale_at(scale_ptr, at, ASM)
+        scale = scale_at(scale_ptr, at, ASM)
         if zero_ptr is None:
             zero = tl.full(scale.shape, 0x43084308, tl.int32)
         else:
-            zero = _byte_at(zero_ptr, at, ASM) * 0x00010001 + 0x43004300
+            zero = byte_at(zero_ptr, at, ASM) * 0x00010001 + 0x43004300
     return scale, zero
 
 
 @triton.jit
-def _powers_at(scale_ptr, at, ASM: tl.constexpr):
+def powers_at(scale_ptr, at, ASM: tl.constexpr):
     """2 ** 63 times the powers of two whose exponents stand side by side, twice the same bfloat16."""
     if not ASM:
-        return (_byte_at(scale_ptr, at, ASM) + 63) * 0x00800080
+        return (byte_at(scale_ptr, at, ASM) + 63) * 0x00800080
     return tl.inline_asm_elementwise(
         """
         {
@@ -273,13 +273,13 @@ def _wide_words(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _with(values, value):
+def appended(values, value):
     """A tuple with one value more."""
     return values + (value,)  # noqa: RUF005 (the JIT compiler does not take (*values, value))
 
 
 @triton.jit
-def _stay(none, STAYS: tl.constexpr):
+def stay(none, STAYS: tl.constexpr):
     """`none`, which is 0 for each thread, as the assembler does not know.
 
     What was asked for before is not moved behind this, which would save registers, nor what needs the result before
@@ -311,18 +311,18 @@ def _read(
         at = tl.multiple_of(16 * piece, 16)[:, None]
         low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
         high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-        lows, highs = _with(lows, low), _with(highs, high)
+        lows, highs = appended(lows, low), appended(highs, high)
         if WIDE_SCALES == "":
             there = tl.where(present, piece, 0)
             scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, ASM)
-            scales, zeros = _with(scales, scale), _with(zeros, zero)
+            scales, zeros = appended(scales, scale), appended(zeros, zero)
         elif zero_ptr is None:
-            zeros = _with(zeros, tl.full([32 * WARPS, 4], 0x43084308, tl.int32))
+            zeros = appended(zeros, tl.full([32 * WARPS, 4], 0x43084308, tl.int32))
     if WIDE_SCALES != "":
         at = groups + tl.where(first * 128 < K, first, 0)[:, None]
         words = _wide_words(scale_ptr + at, WIDE_SCALES, PIECES)
         for number in tl.static_range(PIECES):
-            scales = _with(scales, words[number].to(tl.float32, bitcast=True))
+            scales = appended(scales, words[number].to(tl.float32, bitcast=True))
         if zero_ptr is not None:
             zeros = _wide_words(zero_ptr + at, WIDE_ZEROS, PIECES)
     return lows, highs, scales, zeros
@@ -336,7 +336,7 @@ def _activations(x_at, first, chunk, K, PIECES: tl.constexpr):
         present = ((first + number) * 128 + 64 * chunk < K)[:, None]
         x_piece = x_at + tl.multiple_of((first + number) * 64, 32)[:, None]
         for index in tl.static_range(4):
-            xs = _with(xs, tl.load(x_piece + 8 * index, mask=present, other=0))
+            xs = appended(xs, tl.load(x_piece + 8 * index, mask=present, other=0))
     return xs
 
 
@@ -405,12 +405,12 @@ def _packed_fragment_kernel(
         # Activations are asked for before the next codes, since loads come back in the order of asking. Those codes
         # are on their way while these are multiplied.
         xs = _activations(x_at, first + begin, chunk, K, PIECES)
-        _stay(none, STAYS)
+        stay(none, STAYS)
         after = _read(
             first + STEP + begin, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K,
             KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
         )  # fmt: skip
-        none = _stay(none, STAYS)
+        none = stay(none, STAYS)
         lows, highs, scales, zeros = read
         for number in tl.static_range(PIECES):
             x0, x1, x2, x3 = xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3]
@@ -418,23 +418,24 @@ def _packed_fragment_kernel(
             part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zero, KIND, ASM, WARPS)
             acc += part if KIND == "e2m1" else part * scales[number]
         read = after
-    sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
-    _put(
-        sums, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+    sums = tl.reshape(tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0), [8, 4, 2, 2])  # as matrix units have them
+    out = tl.reshape(tl.permute(sums, (0, 2, 1, 3)), [16, 8])
+    put(
+        out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
         KIND, ACTIVATION, TOP_K,
     )  # fmt: skip
 
 
 @triton.jit
-def _put(
-    sums, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+def put(
+    out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Store 16 lines of 8 tokens, of which an expert's slot has the first; `sums` are as matrix units have them."""
-    out = tl.reshape(tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 2, 1, 3)), [16, 8])
+    """Store some lines of 8 tokens, of which an expert's slot has the first."""
+    LINES: tl.constexpr = out.shape[0]
     if KIND == "e2m1":
         out *= 9223372036854775808.0  # 2 ** 63
-    lines, outputs, width = lines_of(tile, N, 16, ACTIVATION != "")
+    lines, outputs, width = lines_of(tile, N, LINES, ACTIVATION != "")
     line, line_mask = expert * N + lines, outputs < width
     if line_scale_ptr is not None:
         out *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
@@ -447,8 +448,8 @@ def _put(
         place = token + slot
         inside = token < 1
     if ACTIVATION != "":
-        out = activated(out, tl.bfloat16, 16, 8, ACTIVATION)
-        outputs = tile * 8 + tl.arange(0, 8)
+        out = activated(out, tl.bfloat16, LINES, 8, ACTIVATION)
+        outputs = tile * (LINES // 2) + tl.arange(0, LINES // 2)
     if TOP_K > 0:
         out = weighted(out, weights_ptr, place, inside, tl.bfloat16)
         place = place % TOP_K * num_rows + place // TOP_K

@@ -22,7 +22,8 @@ from quire.kernels.triton.grouped_configs import shapes_for
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 from quire.kernels.triton.launch import multiprocessors
-from quire.kernels.triton.packed_fragments import fragments_fit, packed_fragments
+from quire.kernels.triton.packed_fixed import fixed_fits, packed_fixed
+from quire.kernels.triton.packed_fragments import MAX_TOKENS, fragments_fit, packed_fragments
 from quire.kernels.triton.packed_matmul import _kind, packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import ALIGNMENT, packed_wide, wide_fits
@@ -148,9 +149,18 @@ def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, ac
         )
     ):
         run = _wide
+        if x.shape[0] <= MAX_TOKENS and fixed_fits(weight):
+            few = partial(_few_rows_fixed, weight=weight, bias=bias, activation=activation, splits=splits)
+            key = (_few_rows_fixed.__name__, _kind(weight), weight.group, activation, x.dtype, splits)
+            if agrees(key, x, few, lambda x: _wide(x, *given, splits), exactly=True):
+                return few(x)
     if splits == 1 or x.shape[0] <= FIXED_ROWS:
         return run(x, *given, splits)
     return torch.cat([run(_aligned(rows), *given, splits) for rows in x.split(FIXED_ROWS)])
+
+
+def _few_rows_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
+    return packed_fixed(x, None, weight, bias, activation, columns=PIECE, splits=splits)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -298,5 +308,26 @@ def packed_sparse_mlp_fixed(
             lambda x: _sum_of(_sparse_mlp_in_tiles(x, few)),
         )
     ):
+        num_slots = expert_ids.numel()
+        if (
+            num_slots <= _MAX_FEW_SLOTS
+            and fixed_fits(gate_up, down)
+            and agrees(
+                (_few_slots_fixed.__name__, _kind(gate_up), gate_up.group, activation, x.dtype),
+                x,
+                lambda x: _few_slots_fixed(x, of)[0],
+                lambda x: _wide_sparse_mlp(x, of)[0],
+                exactly=True,
+            )
+        ):
+            return _few_slots_fixed(x, of)
         return _wide_sparse_mlp(x, of)
     return _sparse_mlp_in_tiles(x, of)
+
+
+def _few_slots_fixed(x: Tensor, of: _Experts) -> Tensor:
+    n, k = of.expert_ids.shape
+    multiply = partial(packed_fixed, columns=_WIDE_MANY_SHAPE.bk)
+    a = multiply(x, of.expert_ids, of.gate_up, of.gate_up_bias, of.activation, per_row=k)
+    y = multiply(a, of.expert_ids, of.down, of.down_bias)
+    return add_slots(y.view(n, k, -1), of.weights).unsqueeze(0)

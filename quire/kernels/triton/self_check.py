@@ -19,7 +19,14 @@ _TOLERANCE = 0.02  # of the norm; sums of 16-bit activations in another order di
 _agreed: dict[Hashable, bool] = {}
 
 
-def agrees(kernel: Hashable, x: Tensor, fast: Callable[[Tensor], Tensor], simple: Callable[[Tensor], Tensor]) -> bool:
+def agrees(
+    kernel: Hashable,
+    x: Tensor,
+    fast: Callable[[Tensor], Tensor],
+    simple: Callable[[Tensor], Tensor],
+    *,
+    exactly: bool = False,
+) -> bool:
     """Whether `fast` gives what `simple` gives on activations of x's shape. Syncs the device once for each kernel.
 
     While a CUDA graph is captured nothing can be compared, and a kernel that was not compared before is not used.
@@ -32,7 +39,7 @@ def agrees(kernel: Hashable, x: Tensor, fast: Callable[[Tensor], Tensor], simple
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
     wanted, found = simple(noise).float(), fast(noise).float()
     error, norm = float((found - wanted).norm()), float(wanted.norm())
-    _agreed[kernel] = error <= _TOLERANCE * norm
+    _agreed[kernel] = error <= (0.0 if exactly else _TOLERANCE * norm)
     if not _agreed[kernel]:
         logger.warning(
             "kernel %s is not used: its result differs by %.3g from the simpler one's, whose norm is %.3g",

@@ -46,6 +46,32 @@ def test_few_rows(kind: str, group: int, k: int, rows: int, warps: int, pieces: 
     close(out, torch.nn.functional.silu(gate) * up, 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "group", "k", "rows", "splits", "columns", "ahead"),
+    [
+        ("e2m1", 32, 448, 1, 1, 64, 4),
+        ("e2m1", 32, 448, 8, 2, 64, 2),
+        ("zeros", 128, 640, 3, 4, 128, 2),
+        ("implied", 128, 384, 1, 1, 64, 4),
+        ("zeros", 384, 384, 8, 2, 128, 4),
+    ],
+)
+def test_few_rows_in_a_fixed_order(
+    kind: str, group: int, k: int, rows: int, splits: int, columns: int, ahead: int
+) -> None:
+    from quire.kernels.triton.packed_fixed import packed_fixed
+
+    torch.manual_seed(0)
+    weight, dense = make_packed(1, 72, k, group, kind)
+    x, bias = torch.randn(rows, k).bfloat16(), torch.randn(1, 72)
+    expected = x.float() @ dense[0].T + bias
+    how = {"splits": splits, "columns": columns, "ahead": ahead}
+    close(packed_fixed(x.to(DEVICE), None, weight, bias.to(DEVICE), **how), expected, 1e-2)
+    gate, up = expected.bfloat16().float().chunk(2, -1)
+    out = packed_fixed(x.to(DEVICE), None, weight, bias.to(DEVICE), "silu", **how)
+    close(out, torch.nn.functional.silu(gate) * up, 2e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "pieces"), [("zeros", 2), ("zeros", 4), ("implied", 4)])
 def test_scales_of_several_pieces_are_read_at_once(kind: str, pieces: int, dtype: torch.dtype) -> None:
@@ -75,3 +101,47 @@ def test_slots_of_experts() -> None:
     close(packed_fragments(*given, per_row=2, warps=1, pieces=2), expected, 2e-2)
     out = packed_fragments(*given, weights=shares.to(DEVICE), per_row=2, warps=1, pieces=2)
     close(out, (expected.view(1, 2, -1) * shares[:, :, None]).transpose(0, 1), 2e-2)
+
+
+def test_slots_of_experts_in_a_fixed_order() -> None:
+    from quire.kernels.triton.packed_fixed import packed_fixed
+    from quire.ops.grouped import grouped_gate_up
+
+    torch.manual_seed(0)
+    weight, dense = make_packed(4, 48, 192, 32, "e2m1", 1)
+    x = torch.randn(2, 192).bfloat16()
+    ids = torch.tensor([[3, 1], [0, 3]], dtype=torch.int32)
+    expected = grouped_gate_up(x.float(), ids, dense, None, "clamped_swiglu").flatten(0, 1)
+    out = packed_fixed(x.to(DEVICE), ids.to(DEVICE), weight, None, "clamped_swiglu", columns=64, per_row=2)
+    close(out, expected, 2e-2)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="matrix instructions run on a GPU only")
+@pytest.mark.parametrize(
+    ("kind", "group", "n", "k", "splits", "columns"),
+    [
+        ("e2m1", 32, 5760, 2880, 1, 64),
+        ("e2m1", 32, 2880, 2880, 2, 64),
+        ("zeros", 128, 6144, 4096, 4, 128),
+        ("implied", 64, 4096, 4096, 8, 128),
+        ("zeros", 128, 1536, 2048, 1, 64),
+    ],
+)
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_the_bits_are_those_of_copied_tiles(
+    kind: str, group: int, n: int, k: int, splits: int, columns: int, activation: str
+) -> None:
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_fixed import fixed_fits, packed_fixed
+    from quire.kernels.triton.packed_wide import packed_wide, wide_fits
+
+    torch.manual_seed(0)
+    weight, _ = make_packed(1, n, k, group, kind)
+    x, bias = torch.randn(8, k).bfloat16().to(DEVICE), torch.randn(1, n).to(DEVICE)
+    assert wide_fits(x, weight)
+    assert fixed_fits(weight)
+    shape = GroupedShape(16, 64, columns, 4, 4)
+    wide = packed_wide(x, None, weight, bias, shape, activation, splits=splits)
+    for rows in (1, 8):
+        few = packed_fixed(x[:rows], None, weight, bias, activation, splits=splits, columns=columns)
+        assert torch.equal(few, wide[:rows])

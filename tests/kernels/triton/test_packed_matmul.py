@@ -248,21 +248,24 @@ def test_lines_that_have_the_same_scales(kind: str, num_experts: int) -> None:
     close(out, expected[:2])
 
 
-@pytest.mark.parametrize("kind", ["e2m1", "zeros", "int8", "e4m3", "minima", "line_scale"])
-def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("e2m1", 32), ("zeros", 64), ("zeros", 128), ("int8", 64), ("e4m3", 64), ("minima", 64), ("line_scale", 64)],
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: str, group: int) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp_fixed
 
-    group, generator = 32 if kind == "e2m1" else 64, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     gate_up, down = (
         make_packed(4, n, k, group, kind)[0] if kind in ("e2m1", "zeros") else make_bytes(4, n, k, kind)
-        for n, k in ((128, 128), (64, 64))
+        for n, k in ((2 * max(group, 64), 128), (64, max(group, 64)))
     )
     single = type(gate_up)(*(part[:1] if isinstance(part, Tensor) else part for part in gate_up))
     x = torch.randn(70, 128, generator=generator).to(DEVICE, HALF) / 16
     ids = torch.rand(70, 4, generator=generator).argsort(-1)[:, :2].to(DEVICE, torch.int32)
     shares = torch.rand(70, 2, generator=generator).to(DEVICE)
     many = packed_linear_fixed(x, single, None, "silu")
-    for rows in (1, 17):
+    for rows in (1, 8, 17):
         assert torch.equal(packed_linear_fixed(x[-rows:], single, None, "silu"), many[-rows:])
     many = packed_sparse_mlp_fixed(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
     for rows in (1, 10):
