@@ -127,7 +127,7 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
             yield Way("fragments", 0, pieces, warps, 0, 1)
     if rows <= 8 and not kind.startswith("fp8"):
-        for ahead, count in product([2, 4, 6], [1] if kind == "mxfp4" else [1, 2, 4, 8]):
+        for ahead, count in product([4, 6], [1] if kind == "mxfp4" else [1, 2, 4, 8]):
             yield Way("fixed", 0, ahead, 4, 0, count, piece)
     if rows == 1 and kind.startswith("fp8"):
         for bn, warps, stages in product([16, 32, 64], [1, 2, 4], [3, 4, 6]):

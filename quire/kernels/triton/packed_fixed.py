@@ -30,7 +30,9 @@ from quire.kernels.triton.packed_fragments import (
 from quire.kernels.triton.packed_matmul import _kind, _parts
 
 _WARPS = 4  # of a program, unless there are more splits
-_AHEAD = 4  # chunks that a warp reads while it multiplies as many
+_AHEAD = 6  # chunks that a warp reads while it multiplies as many
+_AHEAD_OF_MANY = 4  # where there are enough warps: with fewer registers there can be more at once
+_MANY_LINES = 16384
 
 
 def _assembly(kind: str) -> str:
@@ -133,6 +135,34 @@ def _activations(x_at, first, last, AHEAD: tl.constexpr):
 
 
 @triton.jit
+def _in_order(parts, TILES: tl.constexpr, SPLITS: tl.constexpr):
+    """[TILES, 32, 2, 2, SPLITS] -> the sums over splits, one after the other."""
+    if SPLITS == 1:
+        sums = tl.reshape(parts, [TILES, 32, 2, 2])
+    elif SPLITS == 2:
+        first, second = tl.split(parts)
+        sums = first + second
+    elif SPLITS == 4:
+        first, third, second, fourth = _split_four(parts, TILES)
+        sums = first + second + third + fourth
+    else:
+        even, odd = tl.split(tl.reshape(parts, [TILES, 32, 2, 2, 4, 2]))
+        first, fifth, third, seventh = _split_four(even, TILES)
+        second, sixth, fourth, eighth = _split_four(odd, TILES)
+        sums = first + second + third + fourth + fifth + sixth + seventh + eighth
+    return sums
+
+
+@triton.jit
+def _split_four(parts, TILES: tl.constexpr):
+    """Parts 0, 2, 1 and 3 of [TILES, 32, 2, 2, 4]."""
+    even, odd = tl.split(tl.reshape(parts, [TILES, 32, 2, 2, 2, 2]))
+    a, b = tl.split(even)
+    c, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
 def _fixed_fragment_kernel(
     x_ptr,  # words of two bfloat16
     codes_ptr,  # words of 32 bits
@@ -155,7 +185,6 @@ def _fixed_fragment_kernel(
     SPLITS: tl.constexpr,  # of the inner sum, of a warp each
     TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
     AHEAD: tl.constexpr,  # chunks at a time, whole sums
-    STAYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
@@ -195,12 +224,12 @@ def _fixed_fragment_kernel(
     for first in range(0, chunks_per_split, AHEAD):
         # In this order for the reasons that packed_fragments has.
         xs = _activations(x_at, begin + first, last, AHEAD)
-        stay(none, STAYS)
+        stay(none, ASM)
         after = _read(
             begin + first + AHEAD, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
             KIND, GROUP, SUM, ASM, AHEAD,
         )  # fmt: skip
-        none = stay(none, STAYS)
+        none = stay(none, ASM)
         lows, highs, scales, zeros, more_scales, more_zeros = read
         part, more = tl.zeros_like(acc), tl.zeros_like(upper)
         for number in tl.static_range(AHEAD):
@@ -221,10 +250,7 @@ def _fixed_fragment_kernel(
                     upper += more * more_scales[number // SUM]
         read = after
     both = tl.reshape(tl.join(acc, upper), [TILES, SPLITS, 32, 2, 2])
-    sums = tl.zeros([TILES, 32, 2, 2], tl.float32)
-    for split in tl.static_range(SPLITS):  # in their order
-        is_this = (tl.arange(0, SPLITS) == split)[None, :, None, None, None]
-        sums += tl.sum(tl.where(is_this, both, 0.0), axis=1)
+    sums = _in_order(tl.permute(both, (0, 2, 3, 4, 1)), TILES, SPLITS)
     out = tl.permute(tl.reshape(sums, [8 * TILES, 4, 2, 2]), (0, 3, 1, 2))
     put(
         tl.reshape(out, [16 * TILES, 8]), tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, out_ptr, out_ptr,
@@ -251,8 +277,7 @@ def packed_fixed(
     columns: int,
     per_row: int = 1,
     splits: int = 1,
-    ahead: int = _AHEAD,
-    stays: bool = True,
+    ahead: int | None = None,
 ) -> Tensor:
     """As `packed_fragments`; in the order of `packed_wide` with these splits and `columns` (its `shape.bk`)."""
     _, n, k = weight.sizes
@@ -262,6 +287,7 @@ def packed_fixed(
     _, scales, zeros, _, line_scale = _parts(weight)
     bk = CHUNK if weight.is_float else min(columns, weight.group)
     tiles = max(1, _WARPS // splits)
+    ahead = ahead or (_AHEAD_OF_MANY if n * splits > _MANY_LINES and not weight.is_float else _AHEAD)
     _fixed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * (1 if expert_ids is None else num_slots),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
@@ -284,7 +310,6 @@ def packed_fixed(
         SPLITS=splits,
         TILES=tiles,
         AHEAD=ahead,
-        STAYS=torch.cuda.is_available() and stays,
         num_warps=splits * tiles,
         **launch_options(),
     )

@@ -43,6 +43,7 @@ _SHAPES = (
     (64, GroupedShape(64, 128, PIECE, 4, 4)),
 )
 _MANY_SHAPE = GroupedShape(128, 128, PIECE, 8, 3)
+_FEW_BYTES_SHAPE = GroupedShape(16, 32, PIECE, 2, 3)  # of bytes and few slots
 # The same of copied tiles.
 _WIDE_SHAPES = (
     (16, GroupedShape(16, 64, 64, 4, 6)),
@@ -100,6 +101,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
 
 def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     _, n, k = weight.sizes
+    if n > 2 * _MAX_LINES_ALONE and fixed_fits(weight):
+        return packed_fixed(x.contiguous(), None, weight, bias, activation, columns=PIECE)
     pieces = 2 if k <= _MAX_LINES_ALONE and n > _MAX_LINES_ALONE // 2 else 4
     return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=4, pieces=pieces)
 
@@ -174,7 +177,7 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     if rows == 0:
         return x.new_empty(0, n // 2 if activation else n)
     if rows <= _MAX_FEW_ROWS:
-        shape = GroupedShape(16, 128, PIECE, 4, 4)
+        shape = _FEW_BYTES_SHAPE if weight.has_bytes else GroupedShape(16, 128, PIECE, 4, 4)
     elif rows <= MAX_ROWS_PACKED:
         shape = GroupedShape(32 if rows <= 32 else 64, 128, PIECE, 8, 4)
     else:
@@ -274,6 +277,8 @@ def _sparse_mlp_in_tiles(x: Tensor, of: _Experts) -> Tensor:
     if n == 0:
         return x.new_empty(1, 0, hidden)
     shape = next((shape for most, shape in _SHAPES if n * k <= most * num_experts), _MANY_SHAPE)
+    if n * k <= _MAX_FEW_SLOTS and gate_up.has_bytes and down.has_bytes:
+        shape = _FEW_BYTES_SHAPE
     slots = sort_slots(expert_ids, num_experts, shape.bt)
     a = packed_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
     if in_parts and n <= _MAX_ROWS_APART:

@@ -53,6 +53,7 @@ def test_few_rows(kind: str, group: int, k: int, rows: int, warps: int, pieces: 
         ("e2m1", 32, 448, 8, 2, 64, 2),
         ("zeros", 128, 640, 3, 4, 128, 2),
         ("implied", 128, 384, 1, 1, 64, 4),
+        ("implied", 64, 1024, 2, 8, 128, 2),
         ("zeros", 384, 384, 8, 2, 128, 4),
     ],
 )
