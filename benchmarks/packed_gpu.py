@@ -26,7 +26,6 @@ from quire.kernels.packed import PackedWeight
 from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_matmul import GroupedShape
-from quire.kernels.triton.packed_fixed import packed_fixed
 from quire.kernels.triton.packed_fragments import packed_fragments
 from quire.kernels.triton.packed_matmul import packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
@@ -80,7 +79,7 @@ SCALED = {
         *product([(128, 128, 64, 8, 3), (128, 128, 128, 8, 2)], [1, 2]),
     ],
 }
-KINDS = ["rows", "fragments", "fixed", "tiles", "wide", "scaled", "paired", "unpack", "unpacked"]
+KINDS = ["rows", "fragments", "tiles", "wide", "scaled", "paired", "unpack", "unpacked"]
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
@@ -89,8 +88,8 @@ class Way(NamedTuple):
 
     `paired` is `scaled` with two pieces in turn.
 
-    `fragments` has `bn` pieces at a time; `fixed`, with the order of `wide`, `bn` chunks. `unpacked` is the
-    library's matmul behind the kernel that unpacks, and `unpack` that kernel alone.
+    `fragments` has `bn` chunks at a time. `unpacked` is the library's matmul behind the kernel that unpacks, and
+    `unpack` that kernel alone.
     """
 
     kind: str
@@ -123,12 +122,9 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), parts in product(cuts, [1, 2, 4]):
             yield Way("rows", block, lines, warps, 0, parts)
-    if (rows == 1 and kind == "mxfp4") or (rows <= 8 and kind == "int4"):
-        for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
-            yield Way("fragments", 0, pieces, warps, 0, 1)
-    if rows <= 8 and not kind.startswith("fp8"):
-        for ahead, count in product([4, 6], [1] if kind == "mxfp4" else [1, 2, 4, 8]):
-            yield Way("fixed", 0, ahead, 4, 0, count, piece)
+    if rows <= 8 and not kind.startswith("fp8") and (rows == 1 or kind == "int4"):
+        for ahead, count in product([4, 6], [1, 2, 4, 8]):
+            yield Way("fragments", 0, ahead, 4, 0, count, piece)
     if rows == 1 and kind.startswith("fp8"):
         for bn, warps, stages in product([16, 32, 64], [1, 2, 4], [3, 4, 6]):
             for count in [1] if EXPERTS[kind] > 1 else [4, 8]:
@@ -188,8 +184,8 @@ def calls(
     else:
         experts, top_k = min(EXPERTS[kind], most_experts or EXPERTS[kind]), TOP_K[kind]
         ids = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].to(torch.int32)
-        slots = None if way.kind in ("rows", "fragments", "fixed", "unpack") else sort_slots(ids, experts, way.bt)
-        per_row = top_k if name == "gate_up" and way.kind in ("tiles", "rows", "fragments", "fixed") else 1
+        slots = None if way.kind in ("rows", "fragments", "unpack") else sort_slots(ids, experts, way.bt)
+        per_row = top_k if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
         x = torch.randn(rows * top_k // per_row, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(experts, n, k, kind) for _ in range(copies)]
 
@@ -200,10 +196,8 @@ def calls(
             out = torch.nn.functional.linear(x, unpack(weight, x.dtype))
             return GATED[activation](out) if activation else out
         if way.kind == "fragments":
-            return packed_fragments(x, ids, weight, None, activation, per_row=per_row, warps=way.warps, pieces=way.bn)
-        if way.kind == "fixed":
             how = {"columns": way.bk, "splits": way.splits, "ahead": way.bn}
-            return packed_fixed(x, ids, weight, None, activation, per_row=per_row, **how)
+            return packed_fragments(x, ids, weight, None, activation, per_row=per_row, **how)
         if way.kind == "rows":
             return packed_rows(
                 x, ids, weight, None, activation, per_row=per_row,

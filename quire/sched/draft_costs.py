@@ -48,7 +48,7 @@ class DraftCosts:
         self._times = times
         self._plain: deque[tuple[int, float]] = deque(maxlen=_COMPARED)  # rows and seconds
         self._extra: dict[tuple[int, int], _Mean] = {}  # rows and drafts, as powers of two -> what each draft adds
-        self._lines: dict[tuple[int, int], tuple[float, float]] = {}  # what is believed of a size: fixed, each draft
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}  # what is believed of these: fixed, each draft
         self._was_spike = False
 
     def extra(self, rows: int, num_drafts: int) -> float:
@@ -61,9 +61,8 @@ class DraftCosts:
 
     def most(self, rows: int) -> int:
         """How many drafts may be tried now."""
-        if len(self._plain) < _UNKNOWN:
-            return 0
-        return max(self.first(rows), 2 * self.tried(rows) + 1)
+        self._lines.clear()
+        return max(self.first(rows), 2 * self.tried(rows) + 1) if len(self._plain) >= _UNKNOWN else 0
 
     def tried(self, rows: int) -> int:
         """The largest number of drafts whose cost is known from measurements."""
@@ -77,7 +76,6 @@ class DraftCosts:
         """A step of these rows and drafts, and nothing else, took `seconds`. Returns what its drafts added."""
         if not num_drafts:
             self._times.measured(StepWork(rows), seconds)
-            self._lines.clear()
             self._plain.append((rows, seconds))
             return 0.0
         if len(self._plain) < _UNKNOWN:
@@ -88,12 +86,8 @@ class DraftCosts:
             self._plain.remove(max(self._plain, key=lambda step: step[1] / self._times.of(StepWork(step[0]))))
         expected = self.extra(rows, num_drafts)
         most = _SPIKE * (1.0 + expected) - 1.0
-        is_spike = found > most
-        if is_spike and not self._was_spike:
-            found = most
-        self._was_spike = is_spike
+        self._was_spike, found = found > most, found if self._was_spike else min(found, most)
         self._extra.setdefault((rows.bit_length(), num_drafts.bit_length()), _Mean()).add(found / num_drafts)
-        self._lines.clear()
         found = min(found, _CHARGED * (1.0 + expected) - 1.0)
         return max(0.0, found)  # no draft makes a step faster: the machine has become so since
 

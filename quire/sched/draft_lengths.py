@@ -197,13 +197,11 @@ class MeasuredLengths(EveryDraft):
         self._compare_after = next(steps for rate, steps in _COMPARED if max(best_rate, _GAIN) < rate)
         if best_rate > _GAIN:
             return best
-        if len(gains) > self._costs.tried(rows):
-            lost = self._costs.extra(rows, len(gains)) - sum(gains) / rows
-            if lost <= _EXPLORED * self._account:
-                return len(gains)
+        lost = self._costs.extra(rows, len(gains)) - sum(gains) / rows
+        if len(gains) > self._costs.tried(rows) and lost <= _EXPLORED * self._account:
+            return len(gains)
         few = min(len(gains), max(best, self._costs.first(rows)))
-        is_likely = gains[0] >= _LIKELY
-        if is_likely and self._costs.extra(rows, few) <= _PROBED * (self._num_steps - self._last_probe):
+        if gains[0] >= _LIKELY and self._costs.extra(rows, few) <= _PROBED * (self._num_steps - self._last_probe):
             self._last_probe = self._num_steps
             return few
         return 0

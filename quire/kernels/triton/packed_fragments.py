@@ -1,9 +1,10 @@
-"""Matmuls of up to 8 tokens with packed weights: matrix instructions whose operands never leave registers.
+"""Matmuls of up to 8 tokens with 4-bit weights: matrix instructions whose operands never leave registers.
 
-A warp multiplies 16 lines by 8 tokens. Of each 128 columns a thread reads 16 bytes of two lines,
-unpacks them with a few bit operations and gives them to the matrix unit as they are: which thread has which columns
-is all the same to an inner sum, as long as the activations are read likewise. There is no shared memory in the loop
-and nothing to wait for but what is read. The warps of a program have different columns of the same lines.
+A warp multiplies 16 lines by 8 tokens. Codes go from memory to registers, are unpacked with a few bit operations and
+given to the matrix unit as they are; there is no shared memory in the loop and nothing to wait for but what is read.
+A matrix instruction has 16 columns side by side, in their order, and a warp a whole split of the inner sum, so that
+bits are those of `packed_wide` with the same splits: the unit adds the columns of one instruction at once, and which
+thread has which of them is all the same.
 """
 
 from __future__ import annotations
@@ -13,58 +14,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.packed import PackedWeight
+from quire.kernels.packed import CHUNK, PIECE, PackedWeight
 from quire.kernels.triton.grouped_matmul import activated, empty_slots, weighted
-from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
+from quire.kernels.triton.launch import allow_dependents, launch_options, multiprocessors, wait_for_predecessor
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
 from quire.kernels.triton.tile_matmul import lines_of
 
 MAX_TOKENS = 8
-_LINES = 16
-_ALIGNMENT = 16  # bytes
-_COLUMNS = 128  # of a piece of 4-bit weights
+_ALIGNMENT = 8  # bytes
+_WARPS = 4  # of a program, unless there are more splits
+# Chunks that a warp reads while it multiplies as many, and how many warps a multiprocessor then has registers for.
+_FAR, _WARPS_FAR = 6, 12
+_NEAR, _WARPS_NEAR = 4, 16
 
 
 def _assembly(kind: str) -> str:
-    """A piece's matmul: $0-3 of 4 words of two lines each ($4-7, $8-11) and x (from $12 on).
+    """A chunk's matmul: $0-3 are the sums $20-23 of two lines, each for two tokens, and what 64 columns add to them.
 
-    Behind x (16 words) 4-bit weights have zeros or powers ($28-31). Two chains of matrix instructions, so that they
-    wait less for one another.
+    Of each line there are two words ($4-5, $6-7) and two zeros or powers ($16-17, $18-19), of x two words a slice.
     """
-    lines = [
-        "{",
-        ".reg .b32 a<4>, b<2>, part, sign, power;",
-        ".reg .f32 d<4>;",
-        *(f"mov.b32 ${index}, 0; mov.f32 d{index}, 0f00000000;" for index in range(4)),
-        *_slices(kind),
-        *(f"add.f32 ${index}, ${index}, d{index};" for index in range(4)),
-        "}",
-    ]
-    return "\n".join(lines)
-
-
-def _mma(chain: int, first: str, second: str) -> str:
-    sums = ", ".join(f"d{index}" if chain else f"${index}" for index in range(4))
-    return (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{a0, a1, a2, a3}}, "
-        f"{{{first}, {second}}}, {{{sums}}};"
-    )
-
-
-def _slices(kind: str) -> list[str]:
-    """Four slices of columns of two words at a time."""
-    lines = []
+    sums = "{$0, $1, $2, $3}"
+    lines = ["{", ".reg .b32 a<4>, part, sign;", *(f"mov.b32 ${index}, ${20 + index};" for index in range(4))]
     for piece in range(4):
-        for half in range(2):
-            for operand in range(4):
-                line, word = operand % 2, 2 * half + operand // 2
-                lines += unpacked(kind, f"a{operand}", 4 + 4 * line + word, piece, 28 + 2 * line)
-            x = 12 + 4 * piece + 2 * half
-            lines.append(_mma(half, f"${x}", f"${x + 1}"))
-    return lines
+        for operand in range(4):
+            line, word = operand % 2, operand // 2
+            lines += _unpacked(kind, f"a{operand}", 4 + 2 * line + word, piece, 16 + 2 * line)
+        x = f"{{${8 + 2 * piece}, ${9 + 2 * piece}}}"
+        lines.append(f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {sums}, {{a0, a1, a2, a3}}, {x}, {sums};")
+    return "\n".join([*lines, "}"])
 
 
-def unpacked(kind: str, to: str, word: int, piece: int, number: int) -> list[str]:
+def _unpacked(kind: str, to: str, word: int, piece: int, number: int) -> list[str]:
     """Two columns of one of the four slices of a word; `number` is the operand that is its zeros or first power."""
     if kind == "int4":
         source = f"${word}" if piece == 0 else "part"
@@ -85,69 +65,70 @@ def unpacked(kind: str, to: str, word: int, piece: int, number: int) -> list[str
 
 _INT4: tl.constexpr = tl.constexpr(_assembly("int4"))
 _E2M1: tl.constexpr = tl.constexpr(_assembly("e2m1"))
-_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 28))
+_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 20))
 
 
 @triton.jit
-def plain(bits):
+def _chunk_matmul(low, high, xs, zero, more, acc, upper, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of two lines of a thread [threads, 2 tokens] and what a chunk adds to them."""
+    if ASM:
+        CODE: tl.constexpr = _INT4 if KIND == "int4" else _E2M1
+        return tl.inline_asm_elementwise(
+            CODE, _OPERANDS, [low, high, xs[0], xs[1], xs[2], xs[3], zero, more, acc, upper],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    for index in tl.static_range(4):
+        acc += _slice_sums(low, xs[index], zero, index, KIND, WARPS)
+        upper += _slice_sums(high, xs[index], more, index, KIND, WARPS)
+    return acc, upper
+
+
+@triton.jit
+def _slice_sums(words, x, zero, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """What one slice of words of 8 lines gives for each of 8 tokens, as matrix units have them."""
+    first_half, second_half = tl.split(_plain(zero))
+    zeros = (first_half if SLICE < 2 else second_half)[:, None]
+    first, second = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+    a, b = _half_values(words, 4 * SLICE, zeros, KIND), _half_values(words, 16 + 4 * SLICE, zeros, KIND)
+    sums = tl.reshape(a, [WARPS, 8, 1, 8]) * tl.reshape(first, [WARPS, 1, 8, 8])
+    sums += tl.reshape(b, [WARPS, 8, 1, 8]) * tl.reshape(second, [WARPS, 1, 8, 8])
+    return tl.reshape(tl.sum(sums, axis=3), [32 * WARPS, 2])
+
+
+@triton.jit
+def _plain(bits):
     """The lower bfloat16 of words as float32."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def half_values(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
+def _half_values(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
     """The codes at some bits of words, as float32."""
     code = (words >> SHIFT) & 15
     if KIND == "int4":
-        return plain(code + 0x4300) - zeros
-    return plain(((code & 8) << 12) | ((code & 7) << 6)) * zeros
+        return _plain(code + 0x4300) - zeros
+    return _plain(((code & 8) << 12) | ((code & 7) << 6)) * zeros
 
 
 @triton.jit
-def _pair_sums(words, x, zeros, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
-    """What one slice of words of 8 lines gives for each of 8 tokens: [WARPS, 8, 8]."""
-    first = (x << 16).to(tl.float32, bitcast=True)
-    second = (x & -65536).to(tl.float32, bitcast=True)
-    a, b = half_values(words, 4 * SLICE, zeros, KIND), half_values(words, 16 + 4 * SLICE, zeros, KIND)
-    sums = tl.reshape(a, [WARPS, 8, 1, 16]) * tl.reshape(first, [WARPS, 1, 8, 16])
-    sums += tl.reshape(b, [WARPS, 8, 1, 16]) * tl.reshape(second, [WARPS, 1, 8, 16])
-    return tl.sum(sums, axis=3)
+def _numbers_at(scale_ptr, zero_ptr, groups, chunk, i, KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """The scale of a chunk of a line, and what is taken from or multiplied into its weights, twice in a word."""
+    if KIND == "e2m1":
+        zero = _powers_at(scale_ptr, groups[:, None] + 2 * chunk[:, None] + i, ASM)
+        scale = zero
+    else:
+        at = (groups + chunk * 64 // GROUP)[:, None] + i * 0
+        scale = _scale_at(scale_ptr, at, ASM)
+        if zero_ptr is None:
+            zero = tl.full(at.shape, 0x43084308, tl.int32)
+        else:
+            zero = _byte_at(zero_ptr, (groups + chunk * 64 // GROUP)[:, None], ASM) * 0x00010001 + 0x43004300
+            zero = tl.broadcast_to(zero, at.shape)
+    return scale, zero
 
 
 @triton.jit
-def _piece_matmul(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
-    """Sums of one piece [32 * WARPS, 4]: two lines of a thread, each for two tokens, as matrix units have them."""
-    if ASM:
-        if KIND == "int4":
-            return tl.inline_asm_elementwise(
-                _INT4, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
-            )
-        return tl.inline_asm_elementwise(
-            _E2M1, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
-        )
-    # Of integers twice the same, else the powers of both halves of a chunk.
-    by_half, second = tl.split(tl.reshape(plain(zeros), [32 * WARPS, 2, 2]))
-    low_first, high_first = tl.split(by_half)
-    low_second, high_second = tl.split(second)
-    one = tl.zeros([32 * WARPS, 4], tl.float32)
-    a, b = one + low_first[:, None], one + high_first[:, None]
-    lower = _pair_sums(low, x0, a, 0, KIND, WARPS) + _pair_sums(low, x1, a, 1, KIND, WARPS)
-    upper = _pair_sums(high, x0, b, 0, KIND, WARPS) + _pair_sums(high, x1, b, 1, KIND, WARPS)
-    a, b = one + low_second[:, None], one + high_second[:, None]
-    lower += _pair_sums(low, x2, a, 2, KIND, WARPS) + _pair_sums(low, x3, a, 3, KIND, WARPS)
-    upper += _pair_sums(high, x2, b, 2, KIND, WARPS) + _pair_sums(high, x3, b, 3, KIND, WARPS)
-    return _in_fragments(lower, upper, WARPS)
-
-
-@triton.jit
-def _in_fragments(lower, upper, WARPS: tl.constexpr):
-    """Sums of 8 lines and 8 others [WARPS, 8, 8] as matrix units give them to threads: [32 * WARPS, 4]."""
-    both = tl.permute(tl.reshape(tl.join(lower, upper), [WARPS, 32, 2, 2]), (0, 1, 3, 2))
-    return tl.reshape(both, [32 * WARPS, 4])
-
-
-@triton.jit
-def scale_at(scale_ptr, at, ASM: tl.constexpr):
+def _scale_at(scale_ptr, at, ASM: tl.constexpr):
     """Scales as float32, two addresses of a thread being the same."""
     if not ASM:
         return tl.load(scale_ptr + at).to(tl.float32)
@@ -170,7 +151,7 @@ def scale_at(scale_ptr, at, ASM: tl.constexpr):
 
 
 @triton.jit
-def byte_at(ptr, at, ASM: tl.constexpr):
+def _byte_at(ptr, at, ASM: tl.constexpr):
     """Bytes as int32."""
     if not ASM:
         return tl.load(ptr + at).to(tl.int32) & 255
@@ -180,27 +161,10 @@ def byte_at(ptr, at, ASM: tl.constexpr):
 
 
 @triton.jit
-def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr, GROUP: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
-    """Scales of a piece, and what is taken from or multiplied into its weights: twice the same bfloat16."""
-    if KIND == "e2m1":
-        zero = powers_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
-        scale = zero.to(tl.float32)
-    else:
-        at = groups + (piece * 128 // GROUP)[:, None]
-        scale = scale_at(scale_ptr, at, ASM)
-        if zero_ptr is None:
-            zero = tl.full(scale.shape, 0x43084308, tl.int32)
-        else:
-            zero = byte_at(zero_ptr, at, ASM) * 0x00010001 + 0x43004300
-    return scale, zero
-
-
-@triton.jit
-def powers_at(scale_ptr, at, ASM: tl.constexpr):
+def _powers_at(scale_ptr, at, ASM: tl.constexpr):
     """2 ** 63 times the powers of two whose exponents stand side by side, twice the same bfloat16."""
     if not ASM:
-        return (byte_at(scale_ptr, at, ASM) + 63) * 0x00800080
+        return (_byte_at(scale_ptr, at, ASM) + 63) * 0x00800080
     return tl.inline_asm_elementwise(
         """
         {
@@ -222,64 +186,14 @@ def powers_at(scale_ptr, at, ASM: tl.constexpr):
     )
 
 
-def _wide_assembly(kind: str, number: int) -> str:
-    """Reads the scales (of a 16-bit type) or the zeros of `number` pieces from one address.
-
-    Each twice, for two elements of a thread that want the same: scales as bits of float32, zeros as `_numbers_at`.
-    """
-    at, lines = f"[${2 * number}]", ["{"]
-    if kind == "zeros":
-        lines += [".reg .b16 both;", ".reg .b32 word;"]
-        lines += (
-            [f"ld.global.b32 word, {at};"]
-            if number == 4
-            else [f"ld.global.b16 both, {at};", "mov.b32 word, {both, both};"]
-        )
-    else:
-        lines += [f".reg .b16 h<{number}>, z;", f".reg .b32 w<{number // 2}>;", "mov.b16 z, 0;"]
-        lines.append(f"ld.global.b32 w0, {at};" if number == 2 else f"ld.global.v2.b32 {{w0, w1}}, {at};")
-        lines += [f"mov.b32 {{h{2 * word}, h{2 * word + 1}}}, w{word};" for word in range(number // 2)]
-    for piece in range(number):
-        to = f"${2 * piece}"
-        if kind == "zeros":
-            lines += [f"prmt.b32 {to}, word, 0, 0x4{piece}4{piece};", f"or.b32 {to}, {to}, 0x43004300;"]
-        elif kind == "float16":
-            lines.append(f"cvt.f32.f16 {to}, h{piece};")
-        else:
-            lines.append(f"mov.b32 {to}, {{z, h{piece}}};")
-        lines.append(f"mov.b32 ${2 * piece + 1}, {to};")
-    return "\n".join([*lines, "}"])
-
-
-_TWO_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["l,l"]))
-_FOUR_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["l,l"]))
-
-
 @triton.jit
-def _wide_words(at, WIDE: tl.constexpr, PIECES: tl.constexpr):
-    """Scales or zeros of consecutive pieces: one load for a row of the weight instead of one for each piece.
-
-    A row's numbers have a cache line of their own, and looking that up takes as long as some of the row's codes.
-    """
-    if PIECES == 2:
-        words = tl.inline_asm_elementwise(
-            WIDE, _TWO_OPERANDS, [at], dtype=(tl.int32, tl.int32), is_pure=False, pack=2
-        )
-    else:
-        words = tl.inline_asm_elementwise(
-            WIDE, _FOUR_OPERANDS, [at], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=2
-        )
-    return words
-
-
-@triton.jit
-def appended(values, value):
+def _appended(values, value):
     """A tuple with one value more."""
     return values + (value,)  # noqa: RUF005 (the JIT compiler does not take (*values, value))
 
 
 @triton.jit
-def stay(none, STAYS: tl.constexpr):
+def _stay(none, STAYS: tl.constexpr):
     """`none`, which is 0 for each thread, as the assembler does not know.
 
     What was asked for before is not moved behind this, which would save registers, nor what needs the result before
@@ -300,44 +214,64 @@ def stay(none, STAYS: tl.constexpr):
 
 @triton.jit
 def _read(
-    first, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ASM: tl.constexpr, WIDE_SCALES: tl.constexpr, WIDE_ZEROS: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr,
+    first, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Codes of two lines, scales and zeros of the pieces from `first` on."""
-    lows, highs, scales, zeros = (), (), (), ()
-    for number in tl.static_range(PIECES):
-        piece = first + number
-        present = piece * 128 + 64 * chunk < K
-        at = tl.multiple_of(16 * piece, 16)[:, None]
-        low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-        high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
-        lows, highs = appended(lows, low), appended(highs, high)
-        if WIDE_SCALES == "":
-            there = tl.where(present, piece, 0)
-            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, ASM)
-            scales, zeros = appended(scales, scale), appended(zeros, zero)
-        elif zero_ptr is None:
-            zeros = appended(zeros, tl.full([32 * WARPS, 4], 0x43084308, tl.int32))
-    if WIDE_SCALES != "":
-        at = groups + tl.where(first * 128 < K, first, 0)[:, None]
-        words = _wide_words(scale_ptr + at, WIDE_SCALES, PIECES)
-        for number in tl.static_range(PIECES):
-            scales = appended(scales, words[number].to(tl.float32, bitcast=True))
-        if zero_ptr is not None:
-            zeros = _wide_words(zero_ptr + at, WIDE_ZEROS, PIECES)
-    return lows, highs, scales, zeros
+    """Codes, scales and zeros of two lines, of AHEAD chunks from `first` on."""
+    lows, highs, scales, zeros, more_scales, more_zeros = (), (), (), (), (), ()
+    for number in tl.static_range(AHEAD):
+        chunk = first + number
+        present = (chunk < last)[:, None]
+        at = tl.multiple_of(8 * chunk, 8)[:, None]
+        lows = _appended(lows, tl.load(low_at + at, mask=present, other=0, eviction_policy="evict_first"))
+        highs = _appended(highs, tl.load(high_at + at, mask=present, other=0, eviction_policy="evict_first"))
+        if number % SUM == 0:
+            there = tl.where(chunk < last, chunk, 0)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, i, KIND, GROUP, ASM)
+            scales, zeros = _appended(scales, scale), _appended(zeros, zero)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, more_groups, there, i, KIND, GROUP, ASM)
+            more_scales, more_zeros = _appended(more_scales, scale), _appended(more_zeros, zero)
+    return lows, highs, scales, zeros, more_scales, more_zeros
 
 
 @triton.jit
-def _activations(x_at, first, chunk, K, PIECES: tl.constexpr):
-    """Four slices of each piece."""
+def _activations(x_at, first, last, AHEAD: tl.constexpr):
+    """Four slices of each chunk."""
     xs = ()
-    for number in tl.static_range(PIECES):
-        present = ((first + number) * 128 + 64 * chunk < K)[:, None]
-        x_piece = x_at + tl.multiple_of((first + number) * 64, 32)[:, None]
+    for number in tl.static_range(AHEAD):
+        present = (first + number < last)[:, None]
+        chunk_at = x_at + tl.multiple_of(32 * (first + number), 32)[:, None]
         for index in tl.static_range(4):
-            xs = appended(xs, tl.load(x_piece + 8 * index, mask=present, other=0))
+            xs = _appended(xs, tl.load(chunk_at + 8 * index, mask=present, other=0))
     return xs
+
+
+@triton.jit
+def _in_order(parts, TILES: tl.constexpr, SPLITS: tl.constexpr):
+    """[TILES, 32, 2, 2, SPLITS] -> the sums over splits, one after the other."""
+    if SPLITS == 1:
+        sums = tl.reshape(parts, [TILES, 32, 2, 2])
+    elif SPLITS == 2:
+        first, second = tl.split(parts)
+        sums = first + second
+    elif SPLITS == 4:
+        first, third, second, fourth = _split_four(parts, TILES)
+        sums = first + second + third + fourth
+    else:
+        even, odd = tl.split(tl.reshape(parts, [TILES, 32, 2, 2, 4, 2]))
+        first, fifth, third, seventh = _split_four(even, TILES)
+        second, sixth, fourth, eighth = _split_four(odd, TILES)
+        sums = first + second + third + fourth + fifth + sixth + seventh + eighth
+    return sums
+
+
+@triton.jit
+def _split_four(parts, TILES: tl.constexpr):
+    """Parts 0, 2, 1 and 3 of [TILES, 32, 2, 2, 4]."""
+    even, odd = tl.split(tl.reshape(parts, [TILES, 32, 2, 2, 2, 2]))
+    a, b = tl.split(even)
+    c, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit
@@ -354,80 +288,93 @@ def _packed_fragment_kernel(
     num_rows,
     N,
     K,
+    chunks_per_split,
     KIND: tl.constexpr,  # of codes: int4, e2m1
     ACTIVATION: tl.constexpr,
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
+    SUM: tl.constexpr,  # chunks of int4 that are summed before they are scaled
     ASM: tl.constexpr,
-    WIDE_SCALES: tl.constexpr,  # assembly that reads the scales of a warp's pieces at once, or ""
-    WIDE_ZEROS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PIECES: tl.constexpr,  # of a warp, side by side
+    SPLITS: tl.constexpr,  # of the inner sum, of a warp each
+    TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
+    AHEAD: tl.constexpr,  # chunks at a time, whole sums
     PDL: tl.constexpr,
 ):
-    """16 lines, of one matrix for all rows of x, or of the expert of one slot."""
+    """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
     allow_dependents(PDL)
-    tiles = tl.cdiv(N, 16)
+    WARPS: tl.constexpr = SPLITS * TILES
+    tiles = tl.cdiv(N, 16 * TILES)
     slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 4)[None, :]
+    thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 2)[None, :]
     warp, lane = thread // 32, thread % 32
     index, quarter = lane // 4, lane % 4
-    chunk = quarter // 2
     row = tl.minimum(index, num_rows - 1)
     expert = tl.zeros([], tl.int64)
     if ids_ptr is not None:
         wait_for_predecessor(PDL)
         expert = tl.load(ids_ptr + slot).to(tl.int64)
         row = index * 0 + slot // PER_ROW
+    line_tile = tile * TILES + warp // SPLITS
     if ACTIVATION == "":
-        first_line, apart = tl.minimum(16 * tile + 2 * index, N - 2), 1
+        first_line, apart = tl.minimum(16 * line_tile + 2 * index, N - 2), 1
     else:
-        first_line, apart = tl.minimum(8 * tile + index, N // 2 - 1), N // 2
+        first_line, apart = tl.minimum(8 * line_tile + index, N // 2 - 1), N // 2
     line = expert * N + first_line
     width = tl.multiple_of(K // 8, 8)
-    low_at = codes_ptr + tl.multiple_of(line * width + 4 * quarter, 4)[:, None] + i
-    high_at = codes_ptr + tl.multiple_of((line + apart) * width + 4 * quarter, 4)[:, None] + i
-    x_begin = 32 * chunk + 4 * (quarter % 2)
-    x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + x_begin, 4)[:, None] + i
-    groups = (line[:, None] + i // 2 * apart) * (K // GROUP)
-    STEP: tl.constexpr = WARPS * PIECES
-    STAYS: tl.constexpr = ASM and WARPS > 1
-    begin = warp * PIECES
+    low_at = codes_ptr + tl.multiple_of(line * width + 2 * quarter, 2)[:, None] + i
+    high_at = codes_ptr + tl.multiple_of((line + apart) * width + 2 * quarter, 2)[:, None] + i
+    x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + 2 * quarter, 2)[:, None] + i
+    groups, more_groups = line * (K // GROUP), (line + apart) * (K // GROUP)
+    begin = warp % SPLITS * chunks_per_split
+    last = tl.minimum(begin + chunks_per_split, K // 64)
     none = thread * 0 + (N >> 30)
     read = _read(
-        begin, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K,
-        KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
-    )  # fmt: skip
+        begin, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups, KIND, GROUP, SUM, ASM, AHEAD
+    )
     wait_for_predecessor(PDL)
-    acc = tl.zeros([32 * WARPS, 4], tl.float32)
-    for first in range(0, tl.cdiv(K, 128), STEP):
+    acc = tl.zeros([32 * WARPS, 2], tl.float32)
+    upper = tl.zeros([32 * WARPS, 2], tl.float32)
+    for first in range(0, chunks_per_split, AHEAD):
         # Activations are asked for before the next codes, since loads come back in the order of asking. Those codes
         # are on their way while these are multiplied.
-        xs = _activations(x_at, first + begin, chunk, K, PIECES)
-        stay(none, STAYS)
+        xs = _activations(x_at, begin + first, last, AHEAD)
+        _stay(none, ASM)
         after = _read(
-            first + STEP + begin, chunk, i, low_at, high_at, scale_ptr, zero_ptr, groups, K,
-            KIND, GROUP, ASM, WIDE_SCALES, WIDE_ZEROS, WARPS, PIECES,
+            begin + first + AHEAD, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
+            KIND, GROUP, SUM, ASM, AHEAD,
         )  # fmt: skip
-        none = stay(none, STAYS)
-        lows, highs, scales, zeros = read
-        for number in tl.static_range(PIECES):
-            x0, x1, x2, x3 = xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3]
-            zero = zeros[number] + none[:, None]
-            part = _piece_matmul(lows[number], highs[number], x0, x1, x2, x3, zero, KIND, ASM, WARPS)
-            acc += part if KIND == "e2m1" else part * scales[number]
+        none = _stay(none, ASM)
+        lows, highs, scales, zeros, more_scales, more_zeros = read
+        part, more = tl.zeros_like(acc), tl.zeros_like(upper)
+        for number in tl.static_range(AHEAD):
+            slices = (xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3])
+            zero, other = zeros[number // SUM] + none[:, None], more_zeros[number // SUM] + none[:, None]
+            if KIND == "e2m1":
+                acc, upper = _chunk_matmul(
+                    lows[number], highs[number], slices, zero, other, acc, upper, KIND, ASM, WARPS
+                )
+            else:
+                if number % SUM == 0:
+                    part, more = tl.zeros_like(acc), tl.zeros_like(upper)
+                part, more = _chunk_matmul(
+                    lows[number], highs[number], slices, zero, other, part, more, KIND, ASM, WARPS
+                )
+                if number % SUM == SUM - 1:
+                    acc += part * scales[number // SUM]
+                    upper += more * more_scales[number // SUM]
         read = after
-    sums = tl.reshape(tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0), [8, 4, 2, 2])  # as matrix units have them
-    out = tl.reshape(tl.permute(sums, (0, 2, 1, 3)), [16, 8])
-    put(
-        out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
-        KIND, ACTIVATION, TOP_K,
+    both = tl.reshape(tl.join(acc, upper), [TILES, SPLITS, 32, 2, 2])
+    sums = _in_order(tl.permute(both, (0, 2, 3, 4, 1)), TILES, SPLITS)
+    out = tl.permute(tl.reshape(sums, [8 * TILES, 4, 2, 2]), (0, 3, 1, 2))
+    _put(
+        tl.reshape(out, [16 * TILES, 8]), tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr,
+        out_ptr, num_rows, N, KIND, ACTIVATION, TOP_K,
     )  # fmt: skip
 
 
 @triton.jit
-def put(
+def _put(
     out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -474,13 +421,16 @@ def _fits(weight: PackedWeight) -> bool:
         return weight.group == 32 and weight.scales.dtype == torch.uint8
     if weight.scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    return not weight.has_bytes and weight.group % _COLUMNS == 0
+    return not weight.has_bytes and (weight.group % PIECE == 0 or weight.group == CHUNK)
 
 
-def _wide_fits(weight: PackedWeight, pieces: int) -> bool:
-    """Whether each piece has a scale of its own, and those of a warp are aligned and all there."""
-    is_short = weight.scales.dtype in (torch.float16, torch.bfloat16)
-    return pieces in (2, 4) and weight.group == _COLUMNS and is_short and weight.sizes[2] // _COLUMNS % pieces == 0
+def _cut(n: int, slots: int, splits: int | None) -> tuple[int, int]:
+    """Splits of the inner sum, and chunks to read ahead, so that all warps are there at once if they can be."""
+    tiles = triton.cdiv(n, 16) * slots
+    if splits is None:
+        most = _WARPS_NEAR * multiprocessors()
+        splits = next((count for count in (8, 4, 2) if tiles * count <= most), 1)
+    return splits, _FAR if tiles * splits <= _WARPS_FAR * multiprocessors() else _NEAR
 
 
 def packed_fragments(
@@ -492,23 +442,25 @@ def packed_fragments(
     weights: Tensor | None = None,
     *,
     per_row: int = 1,
-    warps: int = 8,
-    pieces: int = 4,
+    columns: int = PIECE,
+    splits: int | None = None,
+    ahead: int | None = None,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`.
 
-    Without `expert_ids` there is one matrix, and every line of x, of which there are at most 8, is a slot.
+    Without `expert_ids` there is one matrix, and every line of x, of which there are at most 8, is a slot. The bits
+    are those of `packed_wide` with these `splits` and `columns`, its `shape.bk`.
     """
     _, n, k = weight.sizes
     num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
     assert expert_ids is not None or num_slots <= MAX_TOKENS
     out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     _, scales, zeros, _, line_scale = _parts(weight)
-    rows = num_slots if expert_ids is None else out.shape[1]
-    wide_scales = ""
-    if torch.cuda.is_available() and _wide_fits(weight, pieces):
-        wide_scales = _wide_assembly(str(weight.scales.dtype).removeprefix("torch."), pieces)
-    _packed_fragment_kernel[(triton.cdiv(n, _LINES) * (1 if expert_ids is None else num_slots),)](
+    bk = CHUNK if weight.is_float else min(columns, weight.group)
+    slots = 1 if expert_ids is None else num_slots
+    splits, far = _cut(n, slots, splits)
+    tiles = max(1, _WARPS // splits)
+    _packed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * slots,)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
         scales,
@@ -518,20 +470,21 @@ def packed_fragments(
         expert_ids,
         out if weights is None else weights,
         out,
-        rows,
+        num_slots if expert_ids is None else out.shape[1],
         n,
         k,
+        triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK),
         KIND=_kind(weight),
         ACTIVATION=activation,
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         GROUP=weight.group,
+        SUM=bk // CHUNK,
         ASM=torch.cuda.is_available(),
-        WIDE_SCALES=wide_scales,
-        WIDE_ZEROS=_wide_assembly("zeros", pieces) if wide_scales else "",
-        WARPS=warps,
-        PIECES=pieces,
-        num_warps=warps,
+        SPLITS=splits,
+        TILES=tiles,
+        AHEAD=ahead or far,
+        num_warps=splits * tiles,
         **launch_options(),
     )
     return out

@@ -22,7 +22,6 @@ from quire.kernels.triton.grouped_configs import shapes_for
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 from quire.kernels.triton.launch import multiprocessors
-from quire.kernels.triton.packed_fixed import fixed_fits, packed_fixed
 from quire.kernels.triton.packed_fragments import MAX_TOKENS, fragments_fit, packed_fragments
 from quire.kernels.triton.packed_matmul import _kind, packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
@@ -81,7 +80,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
     if rows > most and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
-    fast = None
+    fast: Callable[..., Tensor] | None = None
     if rows == 1 and fragments_fit(x, weight):
         fast = _linear_of_fragments
     elif rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
@@ -99,12 +98,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
     return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
 
 
-def _linear_of_fragments(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    _, n, k = weight.sizes
-    if n > 2 * _MAX_LINES_ALONE and fixed_fits(weight):
-        return packed_fixed(x.contiguous(), None, weight, bias, activation, columns=PIECE)
-    pieces = 2 if k <= _MAX_LINES_ALONE and n > _MAX_LINES_ALONE // 2 else 4
-    return packed_fragments(x.contiguous(), None, weight, bias, activation, warps=4, pieces=pieces)
+def _linear_of_fragments(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int | None = None
+) -> Tensor:
+    return packed_fragments(x.contiguous(), None, weight, bias, activation, splits=splits)
 
 
 def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -152,18 +149,14 @@ def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, ac
         )
     ):
         run = _wide
-        if x.shape[0] <= MAX_TOKENS and fixed_fits(weight):
-            few = partial(_few_rows_fixed, weight=weight, bias=bias, activation=activation, splits=splits)
-            key = (_few_rows_fixed.__name__, _kind(weight), weight.group, activation, x.dtype, splits)
+        if x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
+            key = (_linear_of_fragments.__name__, _kind(weight), weight.group, activation, x.dtype, splits)
+            few = partial(_linear_of_fragments, weight=weight, bias=bias, activation=activation, splits=splits)
             if agrees(key, x, few, lambda x: _wide(x, *given, splits), exactly=True):
                 return few(x)
     if splits == 1 or x.shape[0] <= FIXED_ROWS:
         return run(x, *given, splits)
     return torch.cat([run(_aligned(rows), *given, splits) for rows in x.split(FIXED_ROWS)])
-
-
-def _few_rows_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
-    return packed_fixed(x, None, weight, bias, activation, columns=PIECE, splits=splits)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -240,7 +233,7 @@ def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
     if gate_up.has_bytes and down.has_bytes and max(gate_up.sizes[2], down.sizes[2]) <= _MAX_FEW_COLUMNS:
         multiply = partial(packed_rows, lines=32)
     if fragments_fit(x, gate_up, down):
-        multiply = partial(packed_fragments, warps=4, pieces=2)
+        multiply = packed_fragments
     a = multiply(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
     y = multiply(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
@@ -316,7 +309,7 @@ def packed_sparse_mlp_fixed(
         num_slots = expert_ids.numel()
         if (
             num_slots <= _MAX_FEW_SLOTS
-            and fixed_fits(gate_up, down)
+            and fragments_fit(x, gate_up, down)
             and agrees(
                 (_few_slots_fixed.__name__, _kind(gate_up), gate_up.group, activation, x.dtype),
                 x,
@@ -332,7 +325,7 @@ def packed_sparse_mlp_fixed(
 
 def _few_slots_fixed(x: Tensor, of: _Experts) -> Tensor:
     n, k = of.expert_ids.shape
-    multiply = partial(packed_fixed, columns=_WIDE_MANY_SHAPE.bk)
+    multiply = partial(packed_fragments, columns=_WIDE_MANY_SHAPE.bk, splits=1)
     a = multiply(x, of.expert_ids, of.gate_up, of.gate_up_bias, of.activation, per_row=k)
     y = multiply(a, of.expert_ids, of.down, of.down_bias)
     return add_slots(y.view(n, k, -1), of.weights).unsqueeze(0)
