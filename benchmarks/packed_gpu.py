@@ -1,7 +1,7 @@
 """Matmuls with packed weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
 
-    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense] [--rows 1 16 64 256] [--ways wide]
-                                    [--out FILE]
+    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8 fp8-large fp8-dense fp8-attention] [--rows 1 16 64 256]
+                                    [--ways wide] [--out FILE]
 
 Shapes are those of llama-8b (int4 in groups of 128 with zero points; dense fp8 in 128x128 blocks) and of the experts
 of gpt-oss-20b, qwen3-30b-a3b (fp8) and DeepSeek-V3 (large), with uniform routing. Each time is of a CUDA graph over
@@ -41,8 +41,12 @@ INT4 = {
 MXFP4 = {"gate_up": (5760, 2880, "clamped_swiglu"), "down": (2880, 2880, "")}
 FP8 = {"gate_up": (1536, 2048, "silu"), "down": (2048, 768, "")}
 FP8_LARGE = {"gate_up": (4096, 7168, "silu"), "down": (7168, 2048, "")}
-SHAPES = {"int4": INT4, "mxfp4": MXFP4, "fp8": FP8, "fp8-large": FP8_LARGE, "fp8-dense": INT4}
-EXPERTS = {"int4": 1, "mxfp4": 32, "fp8": 128, "fp8-large": 256, "fp8-dense": 1}
+FP8_ATTENTION = {"qkv": (5120, 2048, ""), "o": (2048, 4096, "")}
+SHAPES = {
+    **{"int4": INT4, "mxfp4": MXFP4, "fp8": FP8, "fp8-large": FP8_LARGE},
+    **{"fp8-dense": INT4, "fp8-attention": FP8_ATTENTION},
+}
+EXPERTS = {"int4": 1, "mxfp4": 32, "fp8": 128, "fp8-large": 256, "fp8-dense": 1, "fp8-attention": 1}
 TOP_K = {"mxfp4": 4, "fp8": 8, "fp8-large": 8}
 BYTES = dict.fromkeys(SHAPES, 1 + 4 / 128) | {"int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 1 / 32}  # of a weight
 PIECES = dict.fromkeys(SHAPES, 128) | {"mxfp4": 64}
@@ -111,11 +115,11 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         if EXPERTS[kind] == 1:
             yield Way("unpacked", 0, 0, 0, 0, 1)
     if rows > 1 and kind.startswith("fp8"):
-        tiles, copied = (DENSE_TILES, DENSE_WIDE) if kind == "fp8-dense" else (BYTE_TILES, BYTE_WIDE)
+        tiles, copied = (DENSE_TILES, DENSE_WIDE) if EXPERTS[kind] == 1 else (BYTE_TILES, BYTE_WIDE)
         most = min((size for size in tiles if size >= rows), default=max(tiles))
         for name, shapes in (("tiles", tiles[most]), ("wide", copied[most])):
             for bt, bn, warps, stages in shapes:
-                for count in (1, 2, 4, 8) if kind == "fp8-dense" else (1,):
+                for count in (1, 2, 4, 8) if EXPERTS[kind] == 1 else (1,):
                     yield Way(name, bt, bn, warps, stages, count, piece)
         return
     if rows == 1:
@@ -127,7 +131,7 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
             yield Way("fragments", 0, ahead, 4, 0, count, piece)
     if rows == 1 and kind.startswith("fp8"):
         for bn, warps, stages in product([16, 32, 64], [1, 2, 4], [3, 4, 6]):
-            for count in [1] if EXPERTS[kind] > 1 else [4, 8]:
+            for count in [1] if EXPERTS[kind] > 1 else [1, 2, 4, 8]:
                 yield Way("tiles", 16, bn, warps, stages, count, piece)
     if rows <= 16:
         shapes, splits = [(16, 128, 4, 4)], [2, 8]
