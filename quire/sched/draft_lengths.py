@@ -23,10 +23,11 @@ _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gav
 _EARNED = 0.03  # tokens of this credit that come with each token: of a batch, it bears what all drafts cost
 _PROBED = 0.01  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
-_EXPLORED = 0.1  # part of what drafts may cost that a first try of so many may lose, as predicted
+_EXPLORED = 0.1  # part of the account that a first try of so many may lose, as predicted
 # Below this speed-up, one step in this many verifies no drafts, to measure what that takes: the closer, the more.
 _COMPARED = ((1.2, 6), (1.5, 12), (2.5, 32), (float("inf"), 64))
 _LOSS = 4.0  # steps without drafts that all drafts together may have cost more than they gave
+_MOST_OWED = -2.0  # below it a stall is more likely than drafts that cost so much: they are tried again sometime
 _REGAINED = 0.006  # of these come back with each step
 _RARELY = 0.05  # acceptance below which guesses are made in some steps only
 _IN_VAIN = 8  # steps in a row that had guesses and verified none: after them too, for guessing takes the host time
@@ -176,12 +177,11 @@ class MeasuredLengths(EveryDraft):
         self._accepted_worth = 1.0 / rows if is_known else 0.0
         self._account = min(_LOSS, self._account + _REGAINED)
         if is_known:
-            self._account -= self._costs.measured(rows, num_drafts, seconds)
+            self._account = max(_MOST_OWED, self._account - self._costs.measured(rows, num_drafts, seconds))
 
     def _begin(self, step: StepDraft) -> None:
         if step is not self._step:
-            if not self._verifies:
-                self._last_plain = self._num_steps
+            self._last_plain = self._last_plain if self._verifies else self._num_steps
             self._step, self._num_steps, self._verifies = step, self._num_steps + 1, False
 
     def _best(self, rows: int, gains: list[float]) -> int:
