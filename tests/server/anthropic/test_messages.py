@@ -17,7 +17,7 @@ from quire.server.generation.usage import UsageCounter
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.request import EngineRequest
 from tests.frontend.fake_client import TOKENIZER, FakeClient
-from tests.server.helpers import LONG, MODEL, http, live_server, long_client, serving
+from tests.server.helpers import LONG, MODEL, LiveServer, http, live_server, long_client, serving
 from tests.server.openai.responses.test_responses import ANSWERS, PARSERS
 from tests.server.scripted import ScriptedClient, scripted_app
 
@@ -315,9 +315,12 @@ class City(BaseModel):
     city: str
 
 
+def sdk(server: LiveServer, api_key: str = "secret") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key=api_key, max_retries=0)
+
+
 def test_anthropics_client_creates_streams_counts_and_lists() -> None:
-    with live_server(long_client(f"Let me see.{CALL}"), api_keys=("secret",)) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0)
+    with live_server(long_client(f"Let me see.{CALL}"), api_keys=("secret",)) as server, sdk(server) as client:
         request: Any = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "tools": [WEATHER]}
         created = client.messages.create(**request)
         assert created.stop_reason == "tool_use"
@@ -332,15 +335,14 @@ def test_anthropics_client_creates_streams_counts_and_lists() -> None:
         models = client.models.list()
         assert [model.id for model in models] == [MODEL, "alias/name"]
         assert client.models.retrieve(MODEL).max_input_tokens == LONG
-        with pytest.raises(anthropic.AuthenticationError, match="API key"):
-            anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(**request)
+        with sdk(server, "wrong") as stranger, pytest.raises(anthropic.AuthenticationError, match="API key"):
+            stranger.messages.create(**request)
         with pytest.raises(anthropic.NotFoundError, match="nobody"):
             client.messages.create(**{**request, "model": "nobody"})
 
 
 def test_anthropics_client_parses_into_a_model() -> None:
-    with live_server(FakeClient('{"city": "Rome"}')) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with live_server(FakeClient('{"city": "Rome"}')) as server, sdk(server) as client:
         parsed = client.messages.parse(model=MODEL, max_tokens=64, messages=HELLO, output_format=City)
         assert parsed.parsed_output == City(city="Rome")
         assert server.client.added[-1].grammar is not None

@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, LiveServer, http, live_server, long_client, make_app, serving
-from tests.server.openai.responses.test_responses import CALL, URL, WEATHER, ask, prompt_of
+from tests.server.openai.responses.test_responses import CALL, URL, WEATHER, ask, prompt_of, sdk
 from tests.server.scripted import ScriptedClient, ScriptedProvider, scripted_text
 
 ENDLESS = "x" * 500_000
@@ -26,10 +26,6 @@ ROUTES = [
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
 ]
-
-
-def sdk(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def idle_tasks(server: LiveServer) -> set[str]:
@@ -74,8 +70,8 @@ def test_a_client_that_leaves_before_the_answer_is_aborted() -> None:
 
 def test_deleting_a_running_response_stops_it() -> None:
     client = long_client(ENDLESS)
-    with live_server(client) as server:
-        responses = sdk(server).responses
+    with live_server(client) as server, sdk(server) as user:
+        responses = user.responses
         queued = responses.create(model=MODEL, input="Long", background=True)
         server.wait_until(lambda: client.has_unfinished())
         with pytest.raises(openai.BadRequestError, match="still"):
@@ -89,8 +85,8 @@ def test_deleting_a_running_response_stops_it() -> None:
 
 
 def test_an_engine_that_dies_fails_what_runs_in_the_background() -> None:
-    with live_server(FakeClient("Hello", dies_at_step=2)) as server:
-        responses = sdk(server).responses
+    with live_server(FakeClient("Hello", dies_at_step=2)) as server, sdk(server) as client:
+        responses = client.responses
         queued = responses.create(model=MODEL, input="x", background=True)
         server.wait_until(lambda: queued.id not in {task.get_name() for task in asyncio.all_tasks(server.loop)})
         failed = responses.retrieve(queued.id)

@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tests.frontend.fake_client import TOKENIZER, FakeClient
-from tests.server.helpers import MODEL, http, live_server, long_client, serving
+from tests.server.helpers import MODEL, LiveServer, http, live_server, long_client, serving
 from tests.server.scripted import ScriptedClient, scripted_app
 
 URL = "/v1/responses"
@@ -281,9 +281,12 @@ class City(BaseModel):
     city: str
 
 
+def sdk(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
 def test_openais_client_creates_streams_parses_and_cancels() -> None:
-    with live_server(long_client('{"city": "Rome"}')) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with live_server(long_client('{"city": "Rome"}')) as server, sdk(server) as client:
         created = client.responses.create(
             model=MODEL, input="Where?", top_logprobs=2, include=["message.output_text.logprobs"]
         )
@@ -307,8 +310,7 @@ def test_openais_client_creates_streams_parses_and_cancels() -> None:
 
 
 def test_a_background_response_can_be_cancelled() -> None:
-    with live_server(long_client("x" * 500_000)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with live_server(long_client("x" * 500_000)) as server, sdk(server) as client:
         queued = client.responses.create(model=MODEL, input="Long", background=True)
         server.wait_until(lambda: bool(server.client.added))
         assert client.responses.cancel(queued.id).status == "cancelled"
