@@ -111,18 +111,21 @@ def _half_values(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
 
 
 @triton.jit
-def _numbers_at(scale_ptr, zero_ptr, groups, chunk, i, KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """The scale of a chunk of a line, and what is taken from or multiplied into its weights, twice in a word."""
+def _numbers_at(scale_ptr, zero_ptr, groups, i, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The scale of a group of a line, and what is taken from or multiplied into its weights, twice in a word.
+
+    E2M1 have two groups in a chunk, of which the first is given.
+    """
+    at = groups[:, None] + i * (KIND == "e2m1")
     if KIND == "e2m1":
-        zero = _powers_at(scale_ptr, groups[:, None] + 2 * chunk[:, None] + i, ASM)
+        zero = _powers_at(scale_ptr, at, ASM)
         scale = zero
     else:
-        at = (groups + chunk * 64 // GROUP)[:, None] + i * 0
         scale = _scale_at(scale_ptr, at, ASM)
         if zero_ptr is None:
             zero = tl.full(at.shape, 0x43084308, tl.int32)
         else:
-            zero = _byte_at(zero_ptr, (groups + chunk * 64 // GROUP)[:, None], ASM) * 0x00010001 + 0x43004300
+            zero = _byte_at(zero_ptr, groups[:, None], ASM) * 0x00010001 + 0x43004300
             zero = tl.broadcast_to(zero, at.shape)
     return scale, zero
 
@@ -214,35 +217,44 @@ def _stay(none, STAYS: tl.constexpr):
 
 @triton.jit
 def _read(
-    first, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
+    chunk, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups, KIND: tl.constexpr,
+    GROUP: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zeros of two lines, of AHEAD chunks from `first` on."""
+    """Codes, scales and zeros of two lines, of AHEAD chunks from `chunk` on. What is behind `last` is not read."""
     lows, highs, scales, zeros, more_scales, more_zeros = (), (), (), (), (), ()
+    at = tl.multiple_of(8 * chunk, 8)[:, None]
+    low_at, high_at = low_at + at, high_at + at
+    exists = chunk < last
+    first_group = tl.where(exists, chunk, 0) * 64 // GROUP
     for number in tl.static_range(AHEAD):
-        chunk = first + number
-        present = (chunk < last)[:, None]
-        at = tl.multiple_of(8 * chunk, 8)[:, None]
-        lows = _appended(lows, tl.load(low_at + at, mask=present, other=0, eviction_policy="evict_first"))
-        highs = _appended(highs, tl.load(high_at + at, mask=present, other=0, eviction_policy="evict_first"))
+        if EVEN:
+            low = tl.load(low_at + 8 * number, mask=exists[:, None], eviction_policy="evict_first")
+            high = tl.load(high_at + 8 * number, mask=exists[:, None], eviction_policy="evict_first")
+            group = first_group + number * 64 // GROUP
+        else:
+            present = chunk + number < last
+            low = tl.load(low_at + 8 * number, mask=present[:, None], other=0, eviction_policy="evict_first")
+            high = tl.load(high_at + 8 * number, mask=present[:, None], other=0, eviction_policy="evict_first")
+            group = tl.where(present, chunk + number, 0) * 64 // GROUP
+        lows, highs = _appended(lows, low), _appended(highs, high)
         if number % SUM == 0:
-            there = tl.where(chunk < last, chunk, 0)
-            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, i, KIND, GROUP, ASM)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups + group, i, KIND, ASM)
             scales, zeros = _appended(scales, scale), _appended(zeros, zero)
-            scale, zero = _numbers_at(scale_ptr, zero_ptr, more_groups, there, i, KIND, GROUP, ASM)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, more_groups + group, i, KIND, ASM)
             more_scales, more_zeros = _appended(more_scales, scale), _appended(more_zeros, zero)
     return lows, highs, scales, zeros, more_scales, more_zeros
 
 
 @triton.jit
-def _activations(x_at, first, last, AHEAD: tl.constexpr):
+def _activations(x_at, chunk, last, AHEAD: tl.constexpr, EVEN: tl.constexpr):
     """Four slices of each chunk."""
     xs = ()
+    x_at += tl.multiple_of(32 * chunk, 32)[:, None]
     for number in tl.static_range(AHEAD):
-        present = (first + number < last)[:, None]
-        chunk_at = x_at + tl.multiple_of(32 * (first + number), 32)[:, None]
         for index in tl.static_range(4):
-            xs = _appended(xs, tl.load(chunk_at + 8 * index, mask=present, other=0))
+            slice_at = x_at + (32 * number + 8 * index)
+            x = tl.load(slice_at) if EVEN else tl.load(slice_at, mask=(chunk + number < last)[:, None], other=0)
+            xs = _appended(xs, x)
     return xs
 
 
@@ -299,6 +311,7 @@ def _packed_fragment_kernel(
     SPLITS: tl.constexpr,  # of the inner sum, of a warp each
     TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
     AHEAD: tl.constexpr,  # chunks at a time, whole sums
+    EVEN: tl.constexpr,  # splits are made of so many chunks, and these begin where groups do or lie within one
     PDL: tl.constexpr,
 ):
     """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
@@ -330,7 +343,7 @@ def _packed_fragment_kernel(
     last = tl.minimum(begin + chunks_per_split, K // 64)
     none = thread * 0 + (N >> 30)
     read = _read(
-        begin, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups, KIND, GROUP, SUM, ASM, AHEAD
+        begin, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups, KIND, GROUP, SUM, ASM, AHEAD, EVEN
     )
     wait_for_predecessor(PDL)
     acc = tl.zeros([32 * WARPS, 2], tl.float32)
@@ -338,11 +351,11 @@ def _packed_fragment_kernel(
     for first in range(0, chunks_per_split, AHEAD):
         # Activations are asked for before the next codes, since loads come back in the order of asking. Those codes
         # are on their way while these are multiplied.
-        xs = _activations(x_at, begin + first, last, AHEAD)
+        xs = _activations(x_at, begin + first, last, AHEAD, EVEN)
         _stay(none, ASM)
         after = _read(
             begin + first + AHEAD, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
-            KIND, GROUP, SUM, ASM, AHEAD,
+            KIND, GROUP, SUM, ASM, AHEAD, EVEN,
         )  # fmt: skip
         none = _stay(none, ASM)
         lows, highs, scales, zeros, more_scales, more_zeros = read
@@ -433,6 +446,12 @@ def _cut(n: int, slots: int, splits: int | None) -> tuple[int, int]:
     return splits, _FAR if tiles * splits <= _WARPS_FAR * multiprocessors() else _NEAR
 
 
+def _is_even(chunks: int, ahead: int, group: int) -> bool:
+    """Whether so many chunks at a time end where a split does, and begin where a group does or lie within one."""
+    columns = CHUNK * ahead
+    return chunks % ahead == 0 and (columns % group == 0 or group % columns == 0)
+
+
 def packed_fragments(
     x: Tensor,
     expert_ids: Tensor | None,
@@ -460,6 +479,10 @@ def packed_fragments(
     slots = 1 if expert_ids is None else num_slots
     splits, far = _cut(n, slots, splits)
     tiles = max(1, _WARPS // splits)
+    chunks = triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK)
+    sizes = [size for size in range(far, 2, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
+    is_whole = k == splits * chunks * CHUNK
+    ahead = next((size for size in sizes if is_whole and _is_even(chunks, size, weight.group)), sizes[0])
     _packed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * slots,)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
@@ -473,7 +496,7 @@ def packed_fragments(
         num_slots if expert_ids is None else out.shape[1],
         n,
         k,
-        triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK),
+        chunks,
         KIND=_kind(weight),
         ACTIVATION=activation,
         TOP_K=0 if weights is None else weights.shape[1],
@@ -483,7 +506,8 @@ def packed_fragments(
         ASM=torch.cuda.is_available(),
         SPLITS=splits,
         TILES=tiles,
-        AHEAD=ahead or far,
+        AHEAD=ahead,
+        EVEN=is_whole and _is_even(chunks, ahead, weight.group),
         num_warps=splits * tiles,
         **launch_options(),
     )

@@ -30,6 +30,9 @@ def close(found: Tensor, expected: Tensor, rounding: float) -> None:
         ("implied", 128, 384, 1, 1, 64, 4),
         ("implied", 64, 1024, 2, 8, 128, 2),
         ("zeros", 384, 384, 8, 2, 128, 4),
+        ("zeros", 128, 1024, 2, 2, 128, 4),  # whole splits
+        ("implied", 1024, 1024, 1, 2, 128, 4),
+        ("e2m1", 32, 960, 1, 1, 64, 5),
     ],
 )
 def test_few_rows(kind: str, group: int, k: int, rows: int, splits: int, columns: int, ahead: int) -> None:
