@@ -16,7 +16,7 @@ from quire.layers.rope.parameters import RopeParameters, rope_parameters
 from quire.types.errors import ModelError, UnknownNameError
 
 
-def compare(rope: dict[str, Any], max_positions: int, max_model_len: int) -> None:
+def compare(rope: dict[str, Any], max_positions: int, max_model_len: int, slack: float = 0.0) -> None:
     config = LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
@@ -26,7 +26,7 @@ def compare(rope: dict[str, Any], max_positions: int, max_model_len: int) -> Non
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=max_model_len)
     ours = rope_parameters(config.to_dict(), 32)
     frequencies, our_factor = ROPE_TYPES.get(ours.rope_type)(ours, max_model_len)
-    torch.testing.assert_close(frequencies, expected, atol=0, rtol=4e-6)
+    torch.testing.assert_close(frequencies, expected, atol=0, rtol=4e-6 + slack)
     assert our_factor == pytest.approx(factor, rel=1e-12)
 
 
@@ -43,7 +43,9 @@ def test_linear_and_dynamic(max_positions: int, max_model_len: int, factor: floa
 @given(lengths, factors, st.floats(0.5, 2.0), st.floats(2.5, 8.0))
 def test_llama3(original: int, factor: float, low: float, high: float) -> None:
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
-    compare({**rope, "original_max_position_embeddings": original}, original * 8, 100)
+    # Where frequencies begin to be divided less, a rounding of wavelengths is this many times as much in them.
+    slack = 4e-7 * factor * high / (high - low)
+    compare({**rope, "original_max_position_embeddings": original}, original * 8, 100, slack)
 
 
 @given(
