@@ -114,6 +114,9 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         yield Way("unpack", 0, 0, 0, 0, 1)
         if EXPERTS[kind] == 1:
             yield Way("unpacked", 0, 0, 0, 0, 1)
+    if rows <= 8 and (rows == 1 or EXPERTS[kind] == 1):
+        for ahead, count in product([2, 4] if kind.startswith("fp8") else [4, 5, 6], [1, 2, 4, 8]):
+            yield Way("fragments", 0, ahead, 4, 0, count, piece)
     if rows > 1 and kind.startswith("fp8"):
         tiles, copied = (DENSE_TILES, DENSE_WIDE) if EXPERTS[kind] == 1 else (BYTE_TILES, BYTE_WIDE)
         most = min((size for size in tiles if size >= rows), default=max(tiles))
@@ -126,9 +129,6 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), parts in product(cuts, [1, 2, 4]):
             yield Way("rows", block, lines, warps, 0, parts)
-    if rows <= 8 and not kind.startswith("fp8") and (rows == 1 or kind == "int4"):
-        for ahead, count in product([4, 6], [1, 2, 4, 8]):
-            yield Way("fragments", 0, ahead, 4, 0, count, piece)
     if rows == 1 and kind.startswith("fp8"):
         for bn, warps, stages in product([16, 32, 64], [1, 2, 4], [3, 4, 6]):
             for count in [1] if EXPERTS[kind] > 1 else [1, 2, 4, 8]:

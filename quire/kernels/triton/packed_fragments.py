@@ -1,10 +1,10 @@
-"""Matmuls of up to 8 tokens with 4-bit weights: matrix instructions whose operands never leave registers.
+"""Matmuls of up to 8 tokens with packed weights: matrix instructions whose operands never leave registers.
 
 A warp multiplies 16 lines by 8 tokens. Codes go from memory to registers, are unpacked with a few bit operations and
 given to the matrix unit as they are; there is no shared memory in the loop and nothing to wait for but what is read.
 A matrix instruction has 16 columns side by side, in their order, and a warp a whole split of the inner sum, so that
-bits are those of `packed_wide` with the same splits: the unit adds the columns of one instruction at once, and which
-thread has which of them is all the same.
+bits are those of `packed_wide`, and of bytes `packed_tiles`, with the same splits: the unit adds the columns of one
+instruction at once, and which thread has which of them is all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.kernels.triton.grouped_matmul import activated, empty_slots, weighted
 from quire.kernels.triton.launch import allow_dependents, launch_options, multiprocessors, wait_for_predecessor
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
 from quire.kernels.triton.tile_matmul import lines_of
+from quire.kernels.triton.widen import BYTE_REGISTERS, byte_assembly, four_floats
 
 MAX_TOKENS = 8
 _ALIGNMENT = 8  # bytes
@@ -26,19 +27,26 @@ _WARPS = 4  # of a program, unless there are more splits
 # Chunks that a warp reads while it multiplies as many, and how many warps a multiprocessor then has registers for.
 _FAR, _WARPS_FAR = 6, 12
 _NEAR, _WARPS_NEAR = 4, 16
+_FAR_BYTES, _NEAR_BYTES = 4, 2  # of bytes
 
 
 def _assembly(kind: str) -> str:
     """A chunk's matmul: $0-3 are the sums $20-23 of two lines, each for two tokens, and what 64 columns add to them.
 
-    Of each line there are two words ($4-5, $6-7) and two zeros or powers ($16-17, $18-19), of x two words a slice.
+    Of each line there are two words ($4-5, $6-7) and two zeros or powers ($16-17, $18-19), of bytes two words more;
+    of x there are two words a slice.
     """
     sums = "{$0, $1, $2, $3}"
-    lines = ["{", ".reg .b32 a<4>, part, sign;", *(f"mov.b32 ${index}, ${20 + index};" for index in range(4))]
+    lines = ["{", ".reg .b32 a<4>, part, sign;", BYTE_REGISTERS]
+    lines += [f"mov.b32 ${index}, ${20 + index};" for index in range(4)]
     for piece in range(4):
-        for operand in range(4):
-            line, word = operand % 2, operand // 2
-            lines += _unpacked(kind, f"a{operand}", 4 + 2 * line + word, piece, 16 + 2 * line)
+        for line in range(2):
+            if kind in ("int8", "e4m3"):
+                word = 4 + 2 * line + piece if piece < 2 else 14 + 2 * line + piece
+                lines += byte_assembly(kind, f"${word}", f"a{line}", f"a{2 + line}")
+                continue
+            for word in range(2):
+                lines += _unpacked(kind, f"a{line + 2 * word}", 4 + 2 * line + word, piece, 16 + 2 * line)
         x = f"{{${8 + 2 * piece}, ${9 + 2 * piece}}}"
         lines.append(f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {sums}, {{a0, a1, a2, a3}}, {x}, {sums};")
     return "\n".join([*lines, "}"])
@@ -65,6 +73,8 @@ def _unpacked(kind: str, to: str, word: int, piece: int, number: int) -> list[st
 
 _INT4: tl.constexpr = tl.constexpr(_assembly("int4"))
 _E2M1: tl.constexpr = tl.constexpr(_assembly("e2m1"))
+_INT8: tl.constexpr = tl.constexpr(_assembly("int8"))
+_E4M3: tl.constexpr = tl.constexpr(_assembly("e4m3"))
 _OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 20))
 
 
@@ -72,7 +82,9 @@ _OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 20))
 def _chunk_matmul(low, high, xs, zero, more, acc, upper, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
     """Sums of two lines of a thread [threads, 2 tokens] and what a chunk adds to them."""
     if ASM:
-        CODE: tl.constexpr = _INT4 if KIND == "int4" else _E2M1
+        CODE: tl.constexpr = (
+            _INT4 if KIND == "int4" else _E2M1 if KIND == "e2m1" else _INT8 if KIND == "int8" else _E4M3
+        )
         return tl.inline_asm_elementwise(
             CODE, _OPERANDS, [low, high, xs[0], xs[1], xs[2], xs[3], zero, more, acc, upper],
             dtype=(tl.float32, tl.float32), is_pure=True, pack=2,
@@ -86,10 +98,16 @@ def _chunk_matmul(low, high, xs, zero, more, acc, upper, KIND: tl.constexpr, ASM
 @triton.jit
 def _slice_sums(words, x, zero, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
     """What one slice of words of 8 lines gives for each of 8 tokens, as matrix units have them."""
-    first_half, second_half = tl.split(_plain(zero))
-    zeros = (first_half if SLICE < 2 else second_half)[:, None]
     first, second = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
-    a, b = _half_values(words, 4 * SLICE, zeros, KIND), _half_values(words, 16 + 4 * SLICE, zeros, KIND)
+    if KIND == "int8" or KIND == "e4m3":
+        even, odd = tl.split(words if SLICE < 2 else zero)
+        a0, a1, a2, a3 = four_floats((even if SLICE % 2 == 0 else odd)[:, None], KIND)
+        is_first = tl.arange(0, 2)[None, :] == 0
+        a, b = tl.where(is_first, a0, a2), tl.where(is_first, a1, a3)
+    else:
+        first_half, second_half = tl.split(_plain(zero))
+        zeros = (first_half if SLICE < 2 else second_half)[:, None]
+        a, b = _half_values(words, 4 * SLICE, zeros, KIND), _half_values(words, 16 + 4 * SLICE, zeros, KIND)
     sums = tl.reshape(a, [WARPS, 8, 1, 8]) * tl.reshape(first, [WARPS, 1, 8, 8])
     sums += tl.reshape(b, [WARPS, 8, 1, 8]) * tl.reshape(second, [WARPS, 1, 8, 8])
     return tl.reshape(tl.sum(sums, axis=3), [32 * WARPS, 2])
@@ -122,7 +140,9 @@ def _numbers_at(scale_ptr, zero_ptr, groups, i, KIND: tl.constexpr, ASM: tl.cons
         scale = zero
     else:
         scale = _scale_at(scale_ptr, at, ASM)
-        if zero_ptr is None:
+        if KIND != "int4":
+            zero = at.to(tl.int32)
+        elif zero_ptr is None:
             zero = tl.full(at.shape, 0x43084308, tl.int32)
         else:
             zero = _byte_at(zero_ptr, groups[:, None], ASM) * 0x00010001 + 0x43004300
@@ -216,32 +236,65 @@ def _stay(none, STAYS: tl.constexpr):
 
 
 @triton.jit
+def _codes_at(codes_ptr, line, quarter, i, K, KIND: tl.constexpr):
+    """Where a thread's two words of a line's first chunk are; of bytes it has two more, 8 words behind."""
+    if KIND == "int8" or KIND == "e4m3":
+        at = codes_ptr + (line * (K // 4) + quarter)[:, None] + 4 * i
+    else:
+        at = codes_ptr + tl.multiple_of(line * tl.multiple_of(K // 8, 8) + 2 * quarter, 2)[:, None] + i
+    return at
+
+
+@triton.jit
+def _words_at(at, ASM: tl.constexpr):
+    """Words that are not side by side, two for a thread; by assembly, as `_scale_at`."""
+    if not ASM:
+        return tl.load(at)
+    return tl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$2]; ld.global.b32 $1, [$3];",
+        "=&r,=&r,l,l", [at], dtype=tl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _read(
     chunk, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups, KIND: tl.constexpr,
     GROUP: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zeros of two lines, of AHEAD chunks from `chunk` on. What is behind `last` is not read."""
+    """Codes, scales and zeros of two lines, of AHEAD chunks from `chunk` on. What is behind `last` is not used.
+
+    Of bytes the second half of a chunk's codes stand where zeros do, one for each chunk.
+    """
+    BYTES: tl.constexpr = KIND == "int8" or KIND == "e4m3"
+    WORDS: tl.constexpr = 16 if BYTES else 8
     lows, highs, scales, zeros, more_scales, more_zeros = (), (), (), (), (), ()
-    at = tl.multiple_of(8 * chunk, 8)[:, None]
-    low_at, high_at = low_at + at, high_at + at
     exists = chunk < last
-    first_group = tl.where(exists, chunk, 0) * 64 // GROUP
+    first = tl.where(exists, chunk, 0)
     for number in tl.static_range(AHEAD):
-        if EVEN:
-            low = tl.load(low_at + 8 * number, mask=exists[:, None], eviction_policy="evict_first")
-            high = tl.load(high_at + 8 * number, mask=exists[:, None], eviction_policy="evict_first")
-            group = first_group + number * 64 // GROUP
+        present = exists if EVEN else chunk + number < last
+        this = first + number if EVEN else tl.where(present, chunk + number, 0)
+        if BYTES:
+            at = WORDS * (first if EVEN else this)[:, None]
+            near = WORDS * number if EVEN else 0
+            lows = _appended(lows, _words_at(low_at + at + near, ASM))
+            highs = _appended(highs, _words_at(high_at + at + near, ASM))
+            zeros = _appended(zeros, _words_at(low_at + at + (near + 8), ASM))
+            more_zeros = _appended(more_zeros, _words_at(high_at + at + (near + 8), ASM))
         else:
-            present = chunk + number < last
-            low = tl.load(low_at + 8 * number, mask=present[:, None], other=0, eviction_policy="evict_first")
-            high = tl.load(high_at + 8 * number, mask=present[:, None], other=0, eviction_policy="evict_first")
-            group = tl.where(present, chunk + number, 0) * 64 // GROUP
-        lows, highs = _appended(lows, low), _appended(highs, high)
+            low = low_at + tl.multiple_of(WORDS * chunk, WORDS)[:, None] + WORDS * number
+            high = high_at + tl.multiple_of(WORDS * chunk, WORDS)[:, None] + WORDS * number
+            mask = present[:, None]
+            lows = _appended(lows, tl.load(low, mask=mask, other=None if EVEN else 0, eviction_policy="evict_first"))
+            highs = _appended(
+                highs, tl.load(high, mask=mask, other=None if EVEN else 0, eviction_policy="evict_first")
+            )
         if number % SUM == 0:
+            group = first * 64 // GROUP + number * 64 // GROUP if EVEN else this * 64 // GROUP
             scale, zero = _numbers_at(scale_ptr, zero_ptr, groups + group, i, KIND, ASM)
-            scales, zeros = _appended(scales, scale), _appended(zeros, zero)
-            scale, zero = _numbers_at(scale_ptr, zero_ptr, more_groups + group, i, KIND, ASM)
-            more_scales, more_zeros = _appended(more_scales, scale), _appended(more_zeros, zero)
+            more_scale, more = _numbers_at(scale_ptr, zero_ptr, more_groups + group, i, KIND, ASM)
+            scales, more_scales = _appended(scales, scale), _appended(more_scales, more_scale)
+            if not BYTES:
+                zeros, more_zeros = _appended(zeros, zero), _appended(more_zeros, more)
     return lows, highs, scales, zeros, more_scales, more_zeros
 
 
@@ -301,12 +354,12 @@ def _packed_fragment_kernel(
     N,
     K,
     chunks_per_split,
-    KIND: tl.constexpr,  # of codes: int4, e2m1
+    KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
     ACTIVATION: tl.constexpr,
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
-    SUM: tl.constexpr,  # chunks of int4 that are summed before they are scaled
+    SUM: tl.constexpr,  # chunks that are summed before they are scaled; of e2m1 weights are, exactly
     ASM: tl.constexpr,
     SPLITS: tl.constexpr,  # of the inner sum, of a warp each
     TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
@@ -317,6 +370,7 @@ def _packed_fragment_kernel(
     """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
     allow_dependents(PDL)
     WARPS: tl.constexpr = SPLITS * TILES
+    ZEROS: tl.constexpr = 1 if KIND == "int8" or KIND == "e4m3" else SUM  # chunks that have the same
     tiles = tl.cdiv(N, 16 * TILES)
     slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 2)[None, :]
@@ -334,9 +388,8 @@ def _packed_fragment_kernel(
     else:
         first_line, apart = tl.minimum(8 * line_tile + index, N // 2 - 1), N // 2
     line = expert * N + first_line
-    width = tl.multiple_of(K // 8, 8)
-    low_at = codes_ptr + tl.multiple_of(line * width + 2 * quarter, 2)[:, None] + i
-    high_at = codes_ptr + tl.multiple_of((line + apart) * width + 2 * quarter, 2)[:, None] + i
+    low_at = _codes_at(codes_ptr, line, quarter, i, K, KIND)
+    high_at = _codes_at(codes_ptr, line + apart, quarter, i, K, KIND)
     x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + 2 * quarter, 2)[:, None] + i
     groups, more_groups = line * (K // GROUP), (line + apart) * (K // GROUP)
     begin = warp % SPLITS * chunks_per_split
@@ -362,7 +415,7 @@ def _packed_fragment_kernel(
         part, more = tl.zeros_like(acc), tl.zeros_like(upper)
         for number in tl.static_range(AHEAD):
             slices = (xs[4 * number], xs[4 * number + 1], xs[4 * number + 2], xs[4 * number + 3])
-            zero, other = zeros[number // SUM] + none[:, None], more_zeros[number // SUM] + none[:, None]
+            zero, other = zeros[number // ZEROS] + none[:, None], more_zeros[number // ZEROS] + none[:, None]
             if KIND == "e2m1":
                 acc, upper = _chunk_matmul(
                     lows[number], highs[number], slices, zero, other, acc, upper, KIND, ASM, WARPS
@@ -434,7 +487,7 @@ def _fits(weight: PackedWeight) -> bool:
         return weight.group == 32 and weight.scales.dtype == torch.uint8
     if weight.scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    return not weight.has_bytes and (weight.group % PIECE == 0 or weight.group == CHUNK)
+    return weight.group % PIECE == 0 or weight.group == CHUNK
 
 
 def _cut(n: int, slots: int, splits: int | None) -> tuple[int, int]:
@@ -478,9 +531,11 @@ def packed_fragments(
     bk = CHUNK if weight.is_float else min(columns, weight.group)
     slots = 1 if expert_ids is None else num_slots
     splits, far = _cut(n, slots, splits)
+    if weight.has_bytes:
+        far = _FAR_BYTES if far == _FAR else _NEAR_BYTES
     tiles = max(1, _WARPS // splits)
     chunks = triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK)
-    sizes = [size for size in range(far, 2, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
+    sizes = [size for size in range(far, 1, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
     is_whole = k == splits * chunks * CHUNK
     ahead = next((size for size in sizes if is_whole and _is_even(chunks, size, weight.group)), sizes[0])
     _packed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * slots,)](

@@ -81,7 +81,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
     fast: Callable[..., Tensor] | None = None
-    if rows == 1 and fragments_fit(x, weight):
+    if rows == 1 and not weight.has_bytes and fragments_fit(x, weight):
         fast = _linear_of_fragments
     elif rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
         fast = _linear_of_one_row
@@ -136,24 +136,25 @@ def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, ac
     """
     _, n, k = weight.sizes
     given, splits, x = (weight, bias, activation), splits_of(n, k), _aligned(x)
-    run = _linear
+    run, key = _linear, (_kind(weight), weight.group, activation, x.dtype)
     if (
         x.shape[0]
         and wide_fits(x, weight)
         and not weight.has_bytes
         and agrees(
-            (_wide.__name__, _kind(weight), weight.group, activation, x.dtype),
+            (_wide.__name__, *key),
             x[:MAX_ROWS_PACKED],
             lambda x: _wide(x, *given, splits),
             lambda x: _linear(x, *given, splits),
         )
     ):
         run = _wide
-        if x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
-            key = (_linear_of_fragments.__name__, _kind(weight), weight.group, activation, x.dtype, splits)
-            few = partial(_linear_of_fragments, weight=weight, bias=bias, activation=activation, splits=splits)
-            if agrees(key, x, few, lambda x: _wide(x, *given, splits), exactly=True):
-                return few(x)
+    has_order = run is _wide or weight.has_bytes
+    if has_order and 0 < x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
+        few = partial(_linear_of_fragments, weight=weight, bias=bias, activation=activation, splits=splits)
+        name = (_linear_of_fragments.__name__, *key, splits)
+        if agrees(name, x, few, lambda x: run(x, *given, splits), exactly=True):
+            return few(x)
     if splits == 1 or x.shape[0] <= FIXED_ROWS:
         return run(x, *given, splits)
     return torch.cat([run(_aligned(rows), *given, splits) for rows in x.split(FIXED_ROWS)])
@@ -232,7 +233,7 @@ def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
     multiply: Callable[..., Tensor] = packed_rows
     if gate_up.has_bytes and down.has_bytes and max(gate_up.sizes[2], down.sizes[2]) <= _MAX_FEW_COLUMNS:
         multiply = partial(packed_rows, lines=32)
-    if fragments_fit(x, gate_up, down):
+    if not (gate_up.has_bytes or down.has_bytes) and fragments_fit(x, gate_up, down):
         multiply = packed_fragments
     a = multiply(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
     y = multiply(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
@@ -294,38 +295,32 @@ def packed_sparse_mlp_fixed(
     """The same, every sum in one order for any number of tokens: never in parts, which only few tokens could be."""
     of = _Experts(expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
     x, few = _aligned(x), of._replace(expert_ids=expert_ids[:MAX_ROWS_PACKED], weights=weights[:MAX_ROWS_PACKED])
+    key, num_bytes = (_kind(gate_up), gate_up.group, activation, x.dtype), gate_up.has_bytes + down.has_bytes
+    run = _sparse_mlp_in_tiles
     if (
         x.shape[0]
+        and num_bytes == 0
         and wide_fits(x, gate_up, down)
-        and not gate_up.has_bytes
-        and not down.has_bytes
         and agrees(
-            (_wide_sparse_mlp.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, False),
+            (_wide_sparse_mlp.__name__, *key, False),
             x[:MAX_ROWS_PACKED],
             lambda x: _sum_of(_wide_sparse_mlp(x, few)),
             lambda x: _sum_of(_sparse_mlp_in_tiles(x, few)),
         )
     ):
-        num_slots = expert_ids.numel()
-        if (
-            num_slots <= _MAX_FEW_SLOTS
-            and fragments_fit(x, gate_up, down)
-            and agrees(
-                (_few_slots_fixed.__name__, _kind(gate_up), gate_up.group, activation, x.dtype),
-                x,
-                lambda x: _few_slots_fixed(x, of)[0],
-                lambda x: _wide_sparse_mlp(x, of)[0],
-                exactly=True,
-            )
-        ):
+        run = _wide_sparse_mlp
+    has_order = run is _wide_sparse_mlp or num_bytes == 2
+    if has_order and 0 < expert_ids.numel() <= _MAX_FEW_SLOTS and fragments_fit(x, gate_up, down):
+        name = (_few_slots_fixed.__name__, *key)
+        if agrees(name, x, lambda x: _few_slots_fixed(x, of)[0], lambda x: run(x, of)[0], exactly=True):
             return _few_slots_fixed(x, of)
-        return _wide_sparse_mlp(x, of)
-    return _sparse_mlp_in_tiles(x, of)
+    return run(x, of)
 
 
 def _few_slots_fixed(x: Tensor, of: _Experts) -> Tensor:
     n, k = of.expert_ids.shape
-    multiply = partial(packed_fragments, columns=_WIDE_MANY_SHAPE.bk, splits=1)
+    columns = PIECE if of.down.has_bytes else _WIDE_MANY_SHAPE.bk
+    multiply = partial(packed_fragments, columns=columns, splits=1)
     a = multiply(x, of.expert_ids, of.gate_up, of.gate_up_bias, of.activation, per_row=k)
     y = multiply(a, of.expert_ids, of.down, of.down_bias)
     return add_slots(y.view(n, k, -1), of.weights).unsqueeze(0)

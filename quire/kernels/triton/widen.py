@@ -96,57 +96,47 @@ def four_floats(words, KIND: tl.constexpr):
     return a0, a1, a2, byte_values(((words >> 24) & 255).to(tl.uint8), tl.float32, KIND)
 
 
+def byte_assembly(kind: str, word: str, first: str, second: str) -> list[str]:
+    """Four bytes of a word as two pairs of bfloat16; `BYTE_REGISTERS` are to be declared."""
+    if kind == "int8":  # as the last bits of 2 ** 23, 128 more than each
+        lines = [f"xor.b32 both, {word}, 0x80808080;"]
+        for pair, to in enumerate((first, second)):
+            lines += [
+                f"prmt.b32 left, both, 0x4B000000, 0x744{2 * pair};",
+                f"prmt.b32 right, both, 0x4B000000, 0x744{2 * pair + 1};",
+                "sub.f32 left, left, 0f4B000080;",
+                "sub.f32 right, right, 0f4B000080;",
+                f"cvt.rn.bf16x2.f32 {to}, right, left;",
+            ]
+        return lines
+    lines = [f"mov.b32 {{low, high}}, {word};"]
+    for half, to in (("low", first), ("high", second)):
+        lines += [
+            f"cvt.rn.f16x2.e4m3x2 both, {half};",
+            "mov.b32 {even, odd}, both;",
+            "cvt.f32.f16 left, even;",
+            "cvt.f32.f16 right, odd;",
+            f"cvt.rn.bf16x2.f32 {to}, right, left;",
+        ]
+    return lines
+
+
+BYTE_REGISTERS = ".reg .b16 low, high, even, odd;\n.reg .b32 both, left, right;"
+
+
+def _four_bytes(kind: str) -> tl.constexpr:
+    return tl.constexpr("\n".join(["{", BYTE_REGISTERS, *byte_assembly(kind, "$2", "$0", "$1"), "}"]))
+
+
+_E4M3: tl.constexpr = _four_bytes("e4m3")
+_INT8: tl.constexpr = _four_bytes("int8")
+
+
 @triton.jit
 def _e4m3_as_bfloat16(codes):
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high, a, b;
-        .reg .b32 both, first, second;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 both, low;
-        mov.b32 {a, b}, both;
-        cvt.f32.f16 first, a;
-        cvt.f32.f16 second, b;
-        cvt.rn.bf16x2.f32 $0, second, first;
-        cvt.rn.f16x2.e4m3x2 both, high;
-        mov.b32 {a, b}, both;
-        cvt.f32.f16 first, a;
-        cvt.f32.f16 second, b;
-        cvt.rn.bf16x2.f32 $1, second, first;
-        }
-        """,
-        "=&r,=&r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+    return tl.inline_asm_elementwise(_E4M3, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
 def _int8_as_bfloat16(codes):
-    """As the last bits of 2 ** 23, 128 more than each."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 all, first, second;
-        xor.b32 all, $2, 0x80808080;
-        prmt.b32 first, all, 0x4B000000, 0x7440;
-        prmt.b32 second, all, 0x4B000000, 0x7441;
-        sub.f32 first, first, 0f4B000080;
-        sub.f32 second, second, 0f4B000080;
-        cvt.rn.bf16x2.f32 $0, second, first;
-        prmt.b32 first, all, 0x4B000000, 0x7442;
-        prmt.b32 second, all, 0x4B000000, 0x7443;
-        sub.f32 first, first, 0f4B000080;
-        sub.f32 second, second, 0f4B000080;
-        cvt.rn.bf16x2.f32 $1, second, first;
-        }
-        """,
-        "=&r,=&r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+    return tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
