@@ -115,7 +115,8 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         if EXPERTS[kind] == 1:
             yield Way("unpacked", 0, 0, 0, 0, 1)
     if rows <= 8 and (rows == 1 or EXPERTS[kind] == 1):
-        for ahead, count in product([2, 4] if kind.startswith("fp8") else [4, 5, 6], [1, 2, 4, 8]):
+        ahead_of = {"int4": [2, 4, 6], "mxfp4": [3, 4, 5, 6]}
+        for ahead, count in product(ahead_of.get(kind, [2, 4]), [1, 2, 4, 8]):
             yield Way("fragments", 0, ahead, 4, 0, count, piece)
     if rows > 1 and kind.startswith("fp8"):
         tiles, copied = (DENSE_TILES, DENSE_WIDE) if EXPERTS[kind] == 1 else (BYTE_TILES, BYTE_WIDE)

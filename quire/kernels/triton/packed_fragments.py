@@ -537,6 +537,7 @@ def packed_fragments(
     chunks = triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK)
     sizes = [size for size in range(far, 1, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
     is_whole = k == splits * chunks * CHUNK
+    assert all(size % (bk // CHUNK) == 0 for size in sizes)
     ahead = next((size for size in sizes if is_whole and _is_even(chunks, size, weight.group)), sizes[0])
     _packed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * slots,)](
         x.view(torch.int32),
