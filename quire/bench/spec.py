@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from quire.bench.data import load_samples
 from quire.bench.options import DataOptions, check_least
 from quire.bench.svg import Panel, Svg, linear_ticks
 from quire.bench.tables import Grid
-from quire.types.errors import ConfigError, EngineError
+from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,10 +96,8 @@ def _measure(
 ) -> SpecPoint:
     plain: list[float] = []
     drafted: list[float] = []
-    _, outputs = _run(llm, requests, options, speculate=True)  # not counted: steps of new shapes are captured in it
-    with suppress(EngineError):  # ranks in other processes take no callables
-        while any(llm.collective_rpc(_capture_next)):  # what a server does while it is idle
-            pass
+    _, outputs = _run(llm, requests, options, speculate=True)  # not counted: kernels of new shapes are compiled in it
+    llm.capture_graphs()
     for _ in range(options.repeats):
         plain.append(_run(llm, requests, options, speculate=False)[0])
         seconds, outputs = _run(llm, requests, options, speculate=True)
@@ -117,11 +114,6 @@ def _measure(
         num_rejected=sum(completion.num_rejected_predictions for completion in completions),
         is_same=[completion.token_ids for completion in completions] == expected,
     )
-
-
-def _capture_next(worker: Any) -> bool:
-    captured: bool = worker.runner.capture_next()
-    return captured
 
 
 def _run(

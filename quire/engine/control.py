@@ -46,6 +46,9 @@ WATCH_CACHE = Verb(lambda core, _: core.watch_cache())
 SET_VOCABULARY = Verb(lambda core, vocabulary: core.constraints.set_vocabulary(vocabulary), Vocabulary)
 """Say what the tokens stand for; comes before the first request with a grammar."""
 
+CAPTURE_NEXT = Verb(lambda core, _: core.capture_next(), None, bool)
+"""Capture a CUDA graph, or kernel list, that later steps will need; False if there is none, or there is work."""
+
 VERBS: Registry[Verb] = Registry(
     "control verb",
     "quire.engine",
@@ -53,6 +56,7 @@ VERBS: Registry[Verb] = Registry(
         "reset_prefix_cache": "control:RESET_PREFIX_CACHE",
         "watch_cache": "control:WATCH_CACHE",
         "set_vocabulary": "control:SET_VOCABULARY",
+        "capture_next": "control:CAPTURE_NEXT",
         "console": "recorder:CONSOLE",
         "read_adapter": "adapters:READ_ADAPTER",
         "forget_adapter": "adapters:FORGET_ADAPTER",

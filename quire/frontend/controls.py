@@ -224,6 +224,11 @@ class Controls:
         """Of the engine's log."""
         self._client.call("set_log_level", level)
 
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs that a server captures while it is idle; else the first step of each shape does."""
+        while self._client.call("capture_next"):
+            pass
+
     def load_adapter(self, adapter: LoRARequest) -> None:
         """Have the engine read and check an adapter, as the first request with it would; RequestError if not."""
         ref = _found(adapter)

@@ -54,10 +54,8 @@ class DraftCosts:
     def extra(self, rows: int, num_drafts: int) -> float:
         """Steps without drafts that this number of drafts adds to one of these rows."""
         key = rows.bit_length(), num_drafts.bit_length()
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = self._line(rows, *key)
-        return line[0] + num_drafts * line[1]
+        fixed, each = self._lines.get(key) or self._lines.setdefault(key, self._line(rows, *key))
+        return fixed + num_drafts * each
 
     def most(self, rows: int) -> int:
         """How many drafts may be tried now."""
@@ -77,8 +75,7 @@ class DraftCosts:
         if not num_drafts:
             self._times.measured(StepWork(rows), seconds)
             self._plain.append((rows, seconds))
-            return 0.0
-        if len(self._plain) < _UNKNOWN:
+        if not num_drafts or len(self._plain) < _UNKNOWN:
             return 0.0
         speed = median(taken / self._times.of(StepWork(count)) for count, taken in self._plain)
         found = seconds / (speed * self._times.of(StepWork(rows))) - 1.0
@@ -95,8 +92,7 @@ class DraftCosts:
         """What is added by drafts of a size whatever their number, and by each."""
         found = [(1 << known) - 1 for known in range(size, 0, -1) if (batch, known) in self._extra]
         if not found:
-            count = 1 << size - 1
-            return 0.0, (self._times.of(StepWork(rows, count)) / self._times.of(StepWork(rows)) - 1.0) / count
+            return 0.0, self._times.of(StepWork(rows, 1)) / self._times.of(StepWork(rows)) - 1.0
         each = [max(0.0, self._extra[batch, count.bit_length()].value) for count in found[:2]]
         if found[0].bit_length() == size:
             return 0.0, each[0]

@@ -25,7 +25,7 @@ def test_predictions_are_as_right_as_asked() -> None:
     assert [(point.batch_size, point.acceptance) for point in points] == [
         (size, share) for size in (1, 3) for share in (0.0, 0.5, 1.0)
     ]
-    assert len(said) == len(points)
+    assert len(said) == len(points) == fake.num_idle_captures
     assert all(point.is_same and point.speedup > 0 for point in points)
     speculated = [r for r in fake.added if isinstance(r.params, SamplingParams) and r.params.speculate]
     plain = len(fake.added) - len(speculated)

@@ -341,6 +341,24 @@ def test_every_admin_verb_is_there_in_python(face: type, name: str) -> None:
     assert IN_PYTHON.get(name, name.replace("-", "_")) in attributes | set(dir(face))
 
 
+@pytest.mark.parametrize("engine_process", [False, True])
+def test_graphs_are_captured_before_they_are_needed(model: Path, engine_process: bool) -> None:
+    """On a CPU: kernel lists, of which an engine has one for decode steps."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    answers = []
+    for captures in (True, False):
+        with LLM(str(model), skip_tokenizer_init=True, engine_process=engine_process) as llm:
+            if captures:
+                llm.capture_graphs()
+                if not engine_process:
+                    assert llm.collective_rpc(lambda worker: worker.runner.capture_next()) == [False], "all are"
+            answers.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+            if captures:
+                llm.capture_graphs()
+    assert answers[0] == answers[1]
+
+
 def test_a_trainer_reaches_the_worker(model: Path) -> None:
     """Between two steps of an open stream, whose answer goes on from its tokens."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
+from quire.types.messages import Command, Reply
 from quire.types.outputs import EngineOutput, EngineOutputs
 from tests.engine.test_core import Device, make_core, request
 
@@ -85,6 +87,17 @@ def test_an_idle_loop_prepares_until_all_is_done_and_then_sleeps() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert device.noted == [4, 3, 2, 1, 0]
+
+
+def test_a_command_prepares_one_thing_and_nothing_while_there_is_work() -> None:
+    core, device = make_preparing(2)
+    ask = Command(1, "capture_next", None)
+    core.add_request(request("a", max_tokens=1))
+    assert obey(core, ask) == Reply(1, False)
+    while core.has_work():
+        core.step()
+    assert [obey(core, ask).value for _ in range(3)] == [True, True, False]
+    assert device.noted == [1, 0]
 
 
 def test_work_comes_before_what_is_left_to_prepare() -> None:

@@ -90,6 +90,7 @@ class FakeClient(EngineClient):
         self.aborted: list[str] = []
         self.num_steps = 0
         self.num_resets = 0
+        self.num_idle_captures = 0
         self.is_shut_down = False
         self.died = asyncio.Event()
         self.vocabulary: Vocabulary | None = None
@@ -149,6 +150,8 @@ class FakeClient(EngineClient):
         if verb == "set_vocabulary":
             assert isinstance(argument, Vocabulary)
             self.vocabulary = argument
+        elif verb == "capture_next":
+            self.num_idle_captures += 1  # there is nothing to capture
         else:
             assert verb == "reset_prefix_cache"
             self.num_resets += 1
