@@ -23,7 +23,7 @@ _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gav
 _EARNED = 0.03  # tokens of this credit that come with each token: of a batch, it bears what all drafts cost
 _PROBED = 0.01  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
-_EXPLORED = 0.1  # part of the account that a first try of so many may lose, as predicted
+_EXPLORED = 0.1  # share of the account that the first step with a larger number of drafts may lose, as predicted
 # Below this speed-up, one step in this many verifies no drafts, to measure what that takes: the closer, the more.
 _COMPARED = ((1.2, 6), (1.5, 12), (2.5, 32), (float("inf"), 64))
 _LOSS = 4.0  # steps without drafts that all drafts together may have cost more than they gave

@@ -364,7 +364,7 @@ def _packed_fragment_kernel(
     SPLITS: tl.constexpr,  # of the inner sum, of a warp each
     TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
     AHEAD: tl.constexpr,  # chunks at a time, whole sums
-    EVEN: tl.constexpr,  # splits are made of so many chunks, and these begin where groups do or lie within one
+    EVEN: tl.constexpr,  # iterations divide a split evenly and are aligned with quantization groups
     PDL: tl.constexpr,
 ):
     """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
@@ -500,7 +500,7 @@ def _cut(n: int, slots: int, splits: int | None) -> tuple[int, int]:
 
 
 def _is_even(chunks: int, ahead: int, group: int) -> bool:
-    """Whether so many chunks at a time end where a split does, and begin where a group does or lie within one."""
+    """Whether iterations of `ahead` chunks divide a split evenly and are aligned with quantization groups."""
     columns = CHUNK * ahead
     return chunks % ahead == 0 and (columns % group == 0 or group % columns == 0)
 
