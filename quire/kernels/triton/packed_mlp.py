@@ -152,7 +152,7 @@ def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, ac
     has_order = run is _wide or weight.has_bytes
     if has_order and 0 < x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
         few = partial(_linear_of_fragments, weight=weight, bias=bias, activation=activation, splits=splits)
-        name = (_linear_of_fragments.__name__, *key, splits)
+        name = (_linear_of_fragments.__name__, *key, weight.sizes)  # bits are promised, so each shape is compared
         if agrees(name, x, few, lambda x: run(x, *given, splits), exactly=True):
             return few(x)
     if splits == 1 or x.shape[0] <= FIXED_ROWS:
@@ -311,7 +311,7 @@ def packed_sparse_mlp_fixed(
         run = _wide_sparse_mlp
     has_order = run is _wide_sparse_mlp or num_bytes == 2
     if has_order and 0 < expert_ids.numel() <= _MAX_FEW_SLOTS and fragments_fit(x, gate_up, down):
-        name = (_few_slots_fixed.__name__, *key)
+        name = (_few_slots_fixed.__name__, *key, gate_up.sizes, down.sizes)
         if agrees(name, x, lambda x: _few_slots_fixed(x, of)[0], lambda x: run(x, of)[0], exactly=True):
             return _few_slots_fixed(x, of)
     return run(x, of)
