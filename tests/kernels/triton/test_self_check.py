@@ -45,6 +45,15 @@ def test_a_wrong_kernel_is_refused_and_said(wrong: float, caplog: pytest.LogCapt
     assert "kernel wrong is not used" in caplog.text
 
 
+def test_where_bits_are_promised_no_difference_is_too_small() -> None:
+    from quire.kernels.triton.self_check import agrees
+
+    x, nearly = torch.ones(3, 4), lambda x: x * (1 + 2**-22)
+    assert agrees("close", x, nearly, lambda x: x)
+    assert not agrees("close, not equal", x, nearly, lambda x: x, exactly=True)
+    assert agrees("equal", x, torch.clone, lambda x: x, exactly=True)
+
+
 def test_a_kernel_is_refused_that_differs_from_zeros() -> None:
     from quire.kernels.triton.self_check import agrees
 
