@@ -59,10 +59,7 @@ def test_a_reply_holds_the_result_or_says_what_is_wrong() -> None:
     assert obey(core, Command(3, "break", "user")) == Reply(3, error="there is no such thing; name another")
     assert obey(core, Command(4, "break", "bug")) == Reply(4, error="ZeroDivisionError('a bug')")
     assert obey(core, Command(5, "break", 3)).error == "Expected `str`, got `int`"
-    assert (
-        "unknown control verb 'dance'; known: break, console, forget_adapter, pause, read_adapter, reset_prefix_cache"
-        in str(obey(core, Command(6, "dance")).error)
-    )
+    assert obey(core, Command(6, "dance")).error == f"unknown control verb 'dance'; known: {', '.join(sorted(VERBS))}"
     with pytest.raises(EngineDeadError):
         obey(core, Command(7, "break", "dead"))
 
