@@ -53,6 +53,26 @@ class NoProposer:
         return False
 
 
+class RunningProposer(NoProposer):
+    """A model or head that runs steps as the target does, on rows of its own."""
+
+    follows = True
+
+    def __init__(self, target: RequestRows, runner: Runner, max_tokens: int, *, asynchronous: bool) -> None:
+        """`runner` is of the drafter; a step of it takes at most `max_tokens`."""
+        self._target, self._runner, self._rows = target, runner, runner.rows
+        self._max_tokens, self._asynchronous = max_tokens, asynchronous
+
+    def capture_next(self) -> bool:
+        return self._runner.capture_next()
+
+    def _execute(self, rows: list[int], counts: list[int]) -> tuple[list[int], RunningStep]:
+        step = self._runner.execute(StepPlan(0, rows, counts))
+        if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
+            step.result()
+        return rows, step
+
+
 def copy_rows(mine: RequestRows, theirs: RequestRows, row_list: Sequence[int], skipped: int = 0) -> None:
     """Make rows on the device what the target's are without their first tokens, but for the tokens computed."""
     computed = [mine.host_num_computed[row] for row in row_list]

@@ -12,19 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.runner.proposers.base import Drafting, NoProposer, copy_rows
+from quire.runner.proposers.base import Drafting, RunningProposer, copy_rows
 from quire.runner.request_rows import RequestRows
-from quire.runner.runner import Runner, RunningStep
+from quire.runner.runner import Runner
 from quire.types.step import RowStart, StepPlan, StepResult
 
 
-class DraftModel(NoProposer):
-    follows = True
-
+class DraftModel(RunningProposer):
     def __init__(self, target: RequestRows, runner: Runner, max_tokens: int, *, asynchronous: bool) -> None:
-        """`runner` is of the draft model, over rows of its own; a step of it takes at most `max_tokens`."""
-        self._target, self._runner, self._rows = target, runner, runner.rows
-        self._max_tokens, self._asynchronous = max_tokens, asynchronous
+        super().__init__(target, runner, max_tokens, asynchronous=asynchronous)
         self._block_size = runner.tables.block_size
         # By row, tokens behind its known ones, of which all but one are kept.
         self._proposed: dict[int, list[int]] = {}
@@ -35,9 +31,6 @@ class DraftModel(NoProposer):
         self._runner.inputs.add_request(start)
         self._rows.host_num_tokens[start.row] = len(start.token_ids)
         self._rows.host_num_computed[start.row] = start.num_computed_tokens
-
-    def capture_next(self) -> bool:
-        return self._runner.capture_next()
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
@@ -56,19 +49,13 @@ class DraftModel(NoProposer):
         if not wanted:
             return {}
         copy_rows(rows, self._target, list(wanted))
-        steps = [self._run(part) for part in _parts(wanted, self._max_tokens)]
+        steps = [self._execute([*part], [*part.values()]) for part in _parts(wanted, self._max_tokens)]
         asked = {row: number for row, number in plan.num_proposals.items() if row in wanted}
         found = Drafting(self._runner, steps, asked).get()
         for row, number in asked.items():
             rows.host_num_tokens[row] -= number
             self._proposed[row] = found.get(row, [])
         return {index: found[row] for index, row in enumerate(plan.rows) if row in found}
-
-    def _run(self, part: dict[int, int]) -> tuple[list[int], RunningStep]:
-        step = self._runner.execute(StepPlan(0, list(part), list(part.values())))
-        if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
-            step.result()
-        return list(part), step
 
 
 def _num_common(proposed: list[int] | tuple[int, ...], tokens: list[int]) -> int:

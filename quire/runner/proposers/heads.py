@@ -25,7 +25,7 @@ from quire.models.drafters.base import DraftHead
 from quire.platform.transfer import upload
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists
-from quire.runner.proposers.base import Drafting, NoProposer, copy_rows, valid_tokens
+from quire.runner.proposers.base import Drafting, RunningProposer, copy_rows, valid_tokens
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.stages import StageInputs
@@ -46,9 +46,7 @@ class HeadProgram(StepProgram):
         lists.sample_contexts.sub_(past)
 
 
-class HeadProposer(NoProposer):
-    follows = True
-
+class HeadProposer(RunningProposer):
     def __init__(
         self,
         head: DraftHead,
@@ -59,13 +57,9 @@ class HeadProposer(NoProposer):
         *,
         asynchronous: bool,
     ) -> None:
-        """`runner` is of the head, over rows of its own; `inputs` hand it hidden states instead of embeddings.
-
-        A step of the head takes at most `max_tokens`. The last lines of the inputs' buffer are where they are kept.
-        """
-        self._asynchronous, self._max_tokens = asynchronous, max_tokens
-        self._target, self.wants_hidden = target, not head.taps
-        self._runner, self._rows, self._inputs = runner, runner.rows, inputs
+        """`inputs` hand the head hidden states instead of embeddings; the last lines of their buffer keep some."""
+        super().__init__(target, runner, max_tokens, asynchronous=asynchronous)
+        self.wants_hidden, self._inputs = not head.taps, inputs
         self._kept = inputs.buffer[-_KEPT * target.scratch_row :]
         self._most_kept = min(max_tokens, max(runner.step_sizes, default=max_tokens))  # of all rows: one step
         self._pending: dict[int, int] = {}  # row -> its last computed tokens whose hidden states are kept
@@ -75,9 +69,6 @@ class HeadProposer(NoProposer):
     def num_kept(sizes: EngineSizes) -> int:
         """Lines of the inputs' buffer for what is kept."""
         return _KEPT * sizes.max_num_seqs
-
-    def capture_next(self) -> bool:
-        return self._runner.capture_next()
 
     @torch.inference_mode()
     def before(self, plan: StepPlan) -> None:
@@ -157,10 +148,7 @@ class HeadProposer(NoProposer):
         if hidden is not None:
             _copy(buffer, fresh_to, hidden, [place for places in fresh.values() for place in places])
         pending.clear()
-        step = self._runner.execute(StepPlan(0, rows, counts))
-        if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
-            step.result()
-        return rows, step
+        return self._execute(rows, counts)
 
 
 def _copy(to: Tensor, to_lines: list[int], source: Tensor, lines: list[int]) -> None:
