@@ -48,7 +48,7 @@ class DraftCosts:
         self._times = times
         self._plain: deque[tuple[int, float]] = deque(maxlen=_COMPARED)  # rows and seconds
         self._extra: dict[tuple[int, int], _Mean] = {}  # rows and drafts, as powers of two -> what each draft adds
-        self._lines: dict[tuple[int, int], tuple[float, float]] = {}  # what is believed of these: fixed, each draft
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}  # the same -> believed in a step: in all, each
         self._was_spike = False
 
     def extra(self, rows: int, num_drafts: int) -> float:
@@ -83,7 +83,10 @@ class DraftCosts:
             self._plain.remove(max(self._plain, key=lambda step: step[1] / self._times.of(StepWork(step[0]))))
         expected = self.extra(rows, num_drafts)
         most = _SPIKE * (1.0 + expected) - 1.0
-        self._was_spike, found = found > most, found if self._was_spike else min(found, most)
+        is_spike = found > most
+        if is_spike and not self._was_spike:
+            found = most
+        self._was_spike = is_spike
         self._extra.setdefault((rows.bit_length(), num_drafts.bit_length()), _Mean()).add(found / num_drafts)
         found = min(found, _CHARGED * (1.0 + expected) - 1.0)
         return max(0.0, found)  # no draft makes a step faster: the machine has become so since

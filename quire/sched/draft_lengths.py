@@ -181,7 +181,8 @@ class MeasuredLengths(EveryDraft):
 
     def _begin(self, step: StepDraft) -> None:
         if step is not self._step:
-            self._last_plain = self._last_plain if self._verifies else self._num_steps
+            if not self._verifies:
+                self._last_plain = self._num_steps
             self._step, self._num_steps, self._verifies = step, self._num_steps + 1, False
 
     def _best(self, rows: int, gains: list[float]) -> int:
