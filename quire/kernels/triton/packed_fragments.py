@@ -24,10 +24,10 @@ from quire.kernels.triton.widen import BYTE_REGISTERS, byte_assembly, four_float
 MAX_TOKENS = 8
 _ALIGNMENT = 8  # bytes
 _WARPS = 4  # of a program, unless there are more splits
-# Chunks that a warp reads while it multiplies as many, and how many warps a multiprocessor then has registers for.
-_FAR, _WARPS_FAR = 6, 12
-_NEAR, _WARPS_NEAR = 4, 16
-_FAR_BYTES, _NEAR_BYTES = 4, 2  # of bytes
+# Chunks that a warp reads while it multiplies as many, the same of bytes, and for how many warps a multiprocessor has
+# the registers.
+_FAR, _FAR_BYTES, _WARPS_FAR = 6, 4, 12
+_NEAR, _NEAR_BYTES, _WARPS_NEAR = 4, 2, 16
 
 
 def _assembly(kind: str) -> str:
@@ -490,13 +490,14 @@ def _fits(weight: PackedWeight) -> bool:
     return weight.group % PIECE == 0 or weight.group == CHUNK
 
 
-def _cut(n: int, slots: int, splits: int | None) -> tuple[int, int]:
+def _cut(weight: PackedWeight, slots: int, splits: int | None) -> tuple[int, int]:
     """Splits of the inner sum, and chunks to read ahead, so that all warps are there at once if they can be."""
-    tiles = triton.cdiv(n, 16) * slots
+    tiles = triton.cdiv(weight.sizes[1], 16) * slots
     if splits is None:
         most = _WARPS_NEAR * multiprocessors()
         splits = next((count for count in (8, 4, 2) if tiles * count <= most), 1)
-    return splits, _FAR if tiles * splits <= _WARPS_FAR * multiprocessors() else _NEAR
+    near, far = (_NEAR_BYTES, _FAR_BYTES) if weight.has_bytes else (_NEAR, _FAR)
+    return splits, far if tiles * splits <= _WARPS_FAR * multiprocessors() else near
 
 
 def _is_even(chunks: int, ahead: int, group: int) -> bool:
@@ -530,15 +531,13 @@ def packed_fragments(
     _, scales, zeros, _, line_scale = _parts(weight)
     bk = CHUNK if weight.is_float else min(columns, weight.group)
     slots = 1 if expert_ids is None else num_slots
-    splits, far = _cut(n, slots, splits)
-    if weight.has_bytes:
-        far = _FAR_BYTES if far == _FAR else _NEAR_BYTES
+    splits, far = _cut(weight, slots, splits)
     tiles = max(1, _WARPS // splits)
     chunks = triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK)
     sizes = [size for size in range(far, 1, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
-    is_whole = k == splits * chunks * CHUNK
     assert all(size % (bk // CHUNK) == 0 for size in sizes)
-    ahead = next((size for size in sizes if is_whole and _is_even(chunks, size, weight.group)), sizes[0])
+    is_even = [k == splits * chunks * CHUNK and _is_even(chunks, size, weight.group) for size in sizes]
+    ahead = sizes[is_even.index(True)] if any(is_even) else sizes[0]
     _packed_fragment_kernel[(triton.cdiv(n, 16 * tiles) * slots,)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
@@ -563,7 +562,7 @@ def packed_fragments(
         SPLITS=splits,
         TILES=tiles,
         AHEAD=ahead,
-        EVEN=is_whole and _is_even(chunks, ahead, weight.group),
+        EVEN=any(is_even),
         num_warps=splits * tiles,
         **launch_options(),
     )
