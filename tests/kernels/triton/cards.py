@@ -205,9 +205,9 @@ def experts(all_shapes: bool) -> None:
         shares = numbers(rows, 8, dtype=torch.float32)
         packed_mlp.packed_sparse_mlp(x, ids, shares, in_blocks[0], None, in_blocks[1], None, "silu", True)
     if packed_matmul.has_packed_arithmetic():
-        for weight, splits in product(
-            (packed(1, 28672, 4096, 128, "zeros"), packed(1, 5760, 2880, 32, "e2m1")), (1, 8)
-        ):
+        few = [packed(1, 28672, 4096, 128, "zeros"), packed(1, 5760, 2880, 32, "e2m1")]
+        few += [PackedWeight(codes.view(FP8), grid(128)), PackedWeight(codes, grid(128))]
+        for weight, splits in product(few, (1, 8)):
             x = numbers(1, weight.sizes[2])
             packed_fragments.packed_fragments(x, None, weight, None, "silu", splits=splits)
 
