@@ -327,33 +327,32 @@ class Bench:
     def best(self, repeats: int, measure: Callable[[], float]) -> float:
         return min(measure() for _ in range(repeats))
 
-    def decode_one(self) -> float:
-        def once() -> float:
-            return (self.run([self.prompt(32)], [256]) - self.run([self.prompt(32)], [1])) / 255 * 1e3
+    def beyond_one(
+        self, outputs: int, repeats: int, prompts: Callable[[], list[list[int]]], **sampling: Any
+    ) -> float:
+        """Seconds that these outputs of each prompt take more than one does, either the best of its repeats.
 
-        self.run([self.prompt(32)], [8])
-        return self.best(3, once)
+        The least of the differences would be that of a repeat whose single outputs were disturbed.
+        """
+
+        def run(count: int) -> float:
+            given = prompts()
+            return self.run(given, [count] * len(given), **sampling)
+
+        run(8)  # of the same lengths: what is compiled and captured for them would else be part of the first repeat
+        return self.best(repeats, lambda: run(outputs)) - self.best(repeats, lambda: run(1))
+
+    def decode_one(self) -> float:
+        return self.beyond_one(256, 3, lambda: [self.prompt(32)]) / 255 * 1e3
 
     def decode_batch(self, batch: int, **sampling: Any) -> float:
         """Output tokens/s at context 1k, prefill subtracted."""
-
-        def once() -> float:
-            many = self.run([self.prompt(1024) for _ in range(batch)], [257] * batch, **sampling)
-            return many - self.run([self.prompt(1024) for _ in range(batch)], [1] * batch, **sampling)
-
-        # Of the same lengths: what is compiled and recorded for them would else be part of the first repeat.
-        self.run([self.prompt(1024) for _ in range(batch)], [8] * batch, **sampling)
-        return batch * 256 / self.best(2, once)
+        return batch * 256 / self.beyond_one(257, 2, lambda: [self.prompt(1024) for _ in range(batch)], **sampling)
 
     def decode_at(self, batch: int, context: int) -> float:
         """Milliseconds of a decode step of this number of rows, whose prompts are cached."""
         prompts = [self.prompt(context) for _ in range(batch)]
-        self.run(prompts, [8] * batch)
-
-        def once() -> float:
-            return (self.run(prompts, [129] * batch) - self.run(prompts, [1] * batch)) / 128 * 1e3
-
-        return self.best(2, once)
+        return self.beyond_one(129, 2, lambda: prompts) / 128 * 1e3
 
     def prefill(self, length: int) -> float:
         self.run([self.prompt(length)], [1])

@@ -349,7 +349,7 @@ def packed_tiles(
 
     Without `slots` there is one matrix, and every line of x is a slot. With `weights` [n, k] the result of each slot
     is weighted: [k, n, N] float32. Of what `packed_tiles` is given, only `splits` of the inner sum, which the last
-    program of a tile adds up, and `shape.bk` can change a bit of the result.
+    program of a tile adds up, `shape.bk` and whether there are four warps or fewer can change a bit of the result.
     """
     _, n, k = weight.sizes
     bk = piece(weight, shape.bk)

@@ -7,6 +7,7 @@ shape of the weight alone, so that a token's bits do not depend on the others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -130,27 +131,23 @@ def _wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str,
 
 
 def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    """The same, every inner sum in one order for any number of rows.
-
-    Bytes are not copied: their tiles have other matrix instructions for few rows than for many.
-    """
+    """The same, every inner sum in one order for any number of rows."""
     _, n, k = weight.sizes
     given, splits, x = (weight, bias, activation), splits_of(n, k), _aligned(x)
-    run, key = _linear, (_kind(weight), weight.group, activation, x.dtype)
-    if (
-        x.shape[0]
+    run, key = partial(_linear, fixed=True), (_kind(weight), weight.group, activation, x.dtype)
+    is_wide = (
+        x.shape[0] > 0
         and wide_fits(x, weight)
-        and not weight.has_bytes
         and agrees(
             (_wide.__name__, *key),
             x[:MAX_ROWS_PACKED],
             lambda x: _wide(x, *given, splits),
             lambda x: _linear(x, *given, splits),
         )
-    ):
+    )
+    if is_wide:
         run = _wide
-    has_order = run is _wide or weight.has_bytes
-    if has_order and 0 < x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
+    if is_wide and x.shape[0] <= MAX_TOKENS and fragments_fit(x, weight):
         few = partial(_linear_of_fragments, weight=weight, bias=bias, activation=activation, splits=splits)
         name = (_linear_of_fragments.__name__, *key, weight.sizes)  # bits are promised, so each shape is compared
         if agrees(name, x, few, lambda x: run(x, *given, splits), exactly=True):
@@ -166,7 +163,9 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int) -> Tensor:
+def _linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, splits: int, fixed: bool = False
+) -> Tensor:
     rows, (_, n, _) = x.shape[0], weight.sizes
     if rows == 0:
         return x.new_empty(0, n // 2 if activation else n)
@@ -176,7 +175,17 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
         shape = GroupedShape(32 if rows <= 32 else 64, 128, PIECE, 8, 4)
     else:
         shape = _MANY_SHAPE
+    shape = _of_four_warps(shape) if fixed else shape
     return packed_tiles(x.contiguous(), None, weight, bias, 1, shape, activation, splits=splits)
+
+
+def _of_four_warps(shape: GroupedShape) -> GroupedShape:
+    """A shape whose tiles have the matrix instructions of larger ones.
+
+    Two warps have others, for which the compiler puts columns of bytes together that are not side by side: a sum in
+    another order.
+    """
+    return shape if shape.num_warps >= 4 else replace(shape, bn=max(shape.bn, 64), num_warps=4)
 
 
 def packed_sparse_mlp(
@@ -240,13 +249,14 @@ def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
-def _wide_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
+def _wide_sparse_mlp(x: Tensor, of: _Experts, fixed: bool = False) -> Tensor:
     expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
     in_parts = in_parts and n <= _MAX_ROWS_APART
     num_experts = down.sizes[0]
     if gate_up.has_bytes and down.has_bytes:
         gated, shape = _byte_shapes(n * k, num_experts)
+        gated, shape = (_of_four_warps(gated), _of_four_warps(shape)) if fixed else (gated, shape)
     else:
         shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
         gated = shape
@@ -264,7 +274,7 @@ def _byte_shapes(num_slots: int, num_experts: int) -> tuple[GroupedShape, Groupe
     return _BYTE_MANY_SHAPE, _BYTE_MANY_SHAPE
 
 
-def _sparse_mlp_in_tiles(x: Tensor, of: _Experts) -> Tensor:
+def _sparse_mlp_in_tiles(x: Tensor, of: _Experts, fixed: bool = False) -> Tensor:
     expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
     num_experts, hidden, _ = down.sizes
@@ -273,6 +283,7 @@ def _sparse_mlp_in_tiles(x: Tensor, of: _Experts) -> Tensor:
     shape = next((shape for most, shape in _SHAPES if n * k <= most * num_experts), _MANY_SHAPE)
     if n * k <= _MAX_FEW_SLOTS and gate_up.has_bytes and down.has_bytes:
         shape = _FEW_BYTES_SHAPE
+    shape = _of_four_warps(shape) if fixed else shape
     slots = sort_slots(expert_ids, num_experts, shape.bt)
     a = packed_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
     if in_parts and n <= _MAX_ROWS_APART:
@@ -295,11 +306,10 @@ def packed_sparse_mlp_fixed(
     """The same, every sum in one order for any number of tokens: never in parts, which only few tokens could be."""
     of = _Experts(expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts=False)
     x, few = _aligned(x), of._replace(expert_ids=expert_ids[:MAX_ROWS_PACKED], weights=weights[:MAX_ROWS_PACKED])
-    key, num_bytes = (_kind(gate_up), gate_up.group, activation, x.dtype), gate_up.has_bytes + down.has_bytes
-    run = _sparse_mlp_in_tiles
-    if (
-        x.shape[0]
-        and num_bytes == 0
+    key = (_kind(gate_up), gate_up.group, activation, x.dtype)
+    is_wide = (
+        x.shape[0] > 0
+        and gate_up.has_bytes == down.has_bytes
         and wide_fits(x, gate_up, down)
         and agrees(
             (_wide_sparse_mlp.__name__, *key, False),
@@ -307,14 +317,13 @@ def packed_sparse_mlp_fixed(
             lambda x: _sum_of(_wide_sparse_mlp(x, few)),
             lambda x: _sum_of(_sparse_mlp_in_tiles(x, few)),
         )
-    ):
-        run = _wide_sparse_mlp
-    has_order = run is _wide_sparse_mlp or num_bytes == 2
-    if has_order and 0 < expert_ids.numel() <= _MAX_FEW_SLOTS and fragments_fit(x, gate_up, down):
+    )
+    run = partial(_wide_sparse_mlp if is_wide else _sparse_mlp_in_tiles, of=of, fixed=True)
+    if is_wide and expert_ids.numel() <= _MAX_FEW_SLOTS and fragments_fit(x, gate_up, down):
         name = (_few_slots_fixed.__name__, *key, gate_up.sizes, down.sizes)
-        if agrees(name, x, lambda x: _few_slots_fixed(x, of)[0], lambda x: run(x, of)[0], exactly=True):
+        if agrees(name, x, lambda x: _few_slots_fixed(x, of)[0], lambda x: run(x)[0], exactly=True):
             return _few_slots_fixed(x, of)
-    return run(x, of)
+    return run(x)
 
 
 def _few_slots_fixed(x: Tensor, of: _Experts) -> Tensor:

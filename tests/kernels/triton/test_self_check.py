@@ -77,3 +77,41 @@ def test_a_linear_layer_does_without_a_wrong_kernel(rows: int, monkeypatch: pyte
     assert torch.equal(
         packed_mlp.packed_linear(x, weight, None, ""), packed_mlp.packed_linear_fixed(x, weight, None, "")
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("k", [3, 64, 199, 4096])
+def test_cancelling_activations_leave_nothing_but_rounding(k: int, dtype: torch.dtype) -> None:
+    from quire.kernels.triton.self_check import cancelling
+
+    lines = torch.randn(40, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = cancelling(lines)
+    assert x.dtype == dtype
+    terms = x.double() * lines.double()
+    assert bool((terms.sum(1).abs() <= 2**-25 * terms.abs().sum(1)).all())
+    assert k == 3 or bool((terms.abs().sum(1) > 1).all())
+    assert bool((cancelling(torch.zeros(2, k)) * 0 == 0).all())
+
+
+def test_a_library_that_adds_in_another_order_is_found_out_by_one_row_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results differ in the last bits of float32 alone, of which rounding hides nearly all."""
+    from quire.kernels.triton import fixed_matmul
+
+    def even_columns_first(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        even, odd = (x[:, start::2].float() @ weight[:, start::2].float().T for start in (0, 1))
+        return (even + odd).to(x.dtype)
+
+    def in_one(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: object) -> Tensor:
+        return (x.float() @ weight.float().T).to(x.dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 256, generator=generator).bfloat16()
+    monkeypatch.setattr(fixed_matmul, "matmul_tiles", in_one)
+    monkeypatch.setattr(fixed_matmul, "_AGREES", {})
+    monkeypatch.setattr(torch.nn.functional, "linear", in_one)
+    assert fixed_matmul._library_agrees(65, weight, None)
+    monkeypatch.setattr(fixed_matmul, "_AGREES", {})
+    monkeypatch.setattr(torch.nn.functional, "linear", even_columns_first)
+    assert not fixed_matmul._library_agrees(65, weight, None)
+    x = torch.randn(65, 256, generator=generator).bfloat16()
+    assert torch.equal(in_one(x, weight), even_columns_first(x, weight))  # which random activations would not tell
