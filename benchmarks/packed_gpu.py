@@ -115,9 +115,10 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
         if EXPERTS[kind] == 1:
             yield Way("unpacked", 0, 0, 0, 0, 1)
     if rows <= 8 and (rows == 1 or EXPERTS[kind] == 1):
-        ahead_of = {"int4": [2, 4, 6], "mxfp4": [3, 4, 5, 6]}
-        for ahead, count in product(ahead_of.get(kind, [2, 4]), [1, 2, 4, 8]):
-            yield Way("fragments", 0, ahead, 4, 0, count, piece)
+        ahead_of = {"int4": [4, 6, 8], "mxfp4": [4, 5, 6]}
+        for ahead, count, warps in product(ahead_of.get(kind, [4, 6, 8]), [1, 2, 4, 8], [2, 4]):
+            if warps == 4 or count == 1:
+                yield Way("fragments", 0, ahead, warps, 0, count, piece)
     if rows > 1 and kind.startswith("fp8"):
         tiles, copied = (DENSE_TILES, DENSE_WIDE) if EXPERTS[kind] == 1 else (BYTE_TILES, BYTE_WIDE)
         most = min((size for size in tiles if size >= rows), default=max(tiles))
@@ -201,7 +202,7 @@ def calls(
             out = torch.nn.functional.linear(x, unpack(weight, x.dtype))
             return GATED[activation](out) if activation else out
         if way.kind == "fragments":
-            how = {"columns": way.bk, "splits": way.splits, "ahead": way.bn}
+            how = {"columns": way.bk, "splits": way.splits, "ahead": way.bn, "warps": way.warps}
             return packed_fragments(x, ids, weight, None, activation, per_row=per_row, **how)
         if way.kind == "rows":
             return packed_rows(

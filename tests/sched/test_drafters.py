@@ -129,6 +129,38 @@ def test_a_prediction_goes_on_after_some_words_differ(predicted: list[int], data
     assert num_right >= len(said) - len(put_in) - 3
 
 
+@pytest.mark.parametrize(
+    ("said", "guesses"),
+    [
+        ([1, 2, 90, 4, 5], [1, 2, 3, None, 5]),  # a token in another's place: one that comes as predicted is enough
+        ([1, 2, 4, 5, 6], [1, 2, 3, 5, 6]),  # one left out: seen at once
+        ([1, 2, 90, 3, 4], [1, 2, 3, None, 4]),  # one put in
+        ([1, 90, 91, 92, 93, 6, 7], [1, 2, None, None, None, None, 7]),  # several replaced
+        ([1, 2, 12, 13, 14], [1, 2, 3, None, 14]),  # a jump farther away: two tokens as predicted
+    ],
+)
+def test_how_soon_a_prediction_goes_on(said: list[int], guesses: list[int | None]) -> None:
+    drafter = PredictionDrafter()
+    request = a_request([70], prediction=[*range(1, 20)])
+    drafter.open(request)
+    found = []
+    for token in said:
+        found.append(next(iter(drafter.propose(request, 0, 1)), None))
+        grow(request, token)
+    assert found == guesses
+
+
+def test_a_place_that_one_token_told_is_not_trusted_twice() -> None:
+    """Where the next token differs again, the last tokens are looked for in all of the prediction."""
+    drafter = PredictionDrafter()
+    request = a_request([70], prediction=[1, 2, 3, 9, 4, 5, 6, 7, 8, 10, 11, 9, 12, 13])
+    drafter.open(request)
+    for token in (1, 2, 9, 12):
+        drafter.propose(request, 0, 1)
+        grow(request, token)
+    assert drafter.propose(request, 0, 1) == [13]
+
+
 def test_a_request_without_a_prediction_has_no_guesses() -> None:
     drafter = PredictionDrafter()
     assert not drafter.open(a_request([1, 2]))

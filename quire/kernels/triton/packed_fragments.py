@@ -23,11 +23,12 @@ from quire.kernels.triton.widen import BYTE_REGISTERS, byte_assembly, four_float
 
 MAX_TOKENS = 8
 _ALIGNMENT = 8  # bytes
-_WARPS = 4  # of a program, unless there are more splits
+_WARPS, _WARPS_BYTES = 4, 2  # of a program, unless there are more splits: of bytes there are few in all
 # Chunks that a warp reads while it multiplies as many, the same of bytes, and for how many warps a multiprocessor has
 # the registers.
-_FAR, _FAR_BYTES, _WARPS_FAR = 6, 4, 12
+_FAR, _FAR_BYTES, _WARPS_FAR = 6, 6, 12
 _NEAR, _NEAR_BYTES, _WARPS_NEAR = 4, 2, 16
+_ONCE_BYTES = 8  # chunks of a split of bytes that are read all at once, instead of some ahead
 
 
 def _assembly(kind: str) -> str:
@@ -365,6 +366,7 @@ def _packed_fragment_kernel(
     TILES: tl.constexpr,  # of 16 lines, of SPLITS warps each
     AHEAD: tl.constexpr,  # chunks at a time, whole sums
     EVEN: tl.constexpr,  # iterations divide a split evenly and are aligned with quantization groups
+    ONCE: tl.constexpr,  # a split is one iteration
     PDL: tl.constexpr,
 ):
     """Some lines, of one matrix for all rows of x, or of the expert of one slot."""
@@ -406,10 +408,12 @@ def _packed_fragment_kernel(
         # are on their way while these are multiplied.
         xs = _activations(x_at, begin + first, last, AHEAD, EVEN)
         _stay(none, ASM)
-        after = _read(
-            begin + first + AHEAD, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
-            KIND, GROUP, SUM, ASM, AHEAD, EVEN,
-        )  # fmt: skip
+        after = read
+        if not ONCE:
+            after = _read(
+                begin + first + AHEAD, last, i, low_at, high_at, scale_ptr, zero_ptr, groups, more_groups,
+                KIND, GROUP, SUM, ASM, AHEAD, EVEN,
+            )  # fmt: skip
         none = _stay(none, ASM)
         lows, highs, scales, zeros, more_scales, more_zeros = read
         part, more = tl.zeros_like(acc), tl.zeros_like(upper)
@@ -490,14 +494,20 @@ def _fits(weight: PackedWeight) -> bool:
     return weight.group % PIECE == 0 or weight.group == CHUNK
 
 
-def _cut(weight: PackedWeight, slots: int, splits: int | None) -> tuple[int, int]:
-    """Splits of the inner sum, and chunks to read ahead, so that all warps are there at once if they can be."""
+def _splits(weight: PackedWeight, slots: int) -> int:
+    """Splits of the inner sum, so that all warps are there at once if they can be."""
     tiles = triton.cdiv(weight.sizes[1], 16) * slots
-    if splits is None:
-        most = _WARPS_NEAR * multiprocessors()
-        splits = next((count for count in (8, 4, 2) if tiles * count <= most), 1)
+    most = _WARPS_NEAR * multiprocessors()
+    return next((count for count in (8, 4, 2) if tiles * count <= most), 1)
+
+
+def _ahead(weight: PackedWeight, slots: int, splits: int, chunks: int, in_sum: int) -> list[int]:
+    """Numbers of chunks to read ahead, of a split of `chunks`, whole sums, the best first."""
+    has_room = triton.cdiv(weight.sizes[1], 16) * slots * splits <= _WARPS_FAR * multiprocessors()
+    if weight.has_bytes and has_room and chunks <= _ONCE_BYTES:
+        return [chunks]
     near, far = (_NEAR_BYTES, _FAR_BYTES) if weight.has_bytes else (_NEAR, _FAR)
-    return splits, far if tiles * splits <= _WARPS_FAR * multiprocessors() else near
+    return [size for size in range(far if has_room else near, 1, -1) if size % in_sum == 0]
 
 
 def _is_even(chunks: int, ahead: int, group: int) -> bool:
@@ -518,6 +528,7 @@ def packed_fragments(
     columns: int = PIECE,
     splits: int | None = None,
     ahead: int | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`.
 
@@ -531,10 +542,10 @@ def packed_fragments(
     _, scales, zeros, _, line_scale = _parts(weight)
     bk = CHUNK if weight.is_float else min(columns, weight.group)
     slots = 1 if expert_ids is None else num_slots
-    splits, far = _cut(weight, slots, splits)
-    tiles = max(1, _WARPS // splits)
+    splits = splits or _splits(weight, slots)
+    tiles = max(1, (warps or (_WARPS_BYTES if weight.has_bytes else _WARPS)) // splits)
     chunks = triton.cdiv(triton.cdiv(k, splits), bk) * (bk // CHUNK)
-    sizes = [size for size in range(far, 1, -1) if size % (bk // CHUNK) == 0] if ahead is None else [ahead]
+    sizes = _ahead(weight, slots, splits, chunks, bk // CHUNK) if ahead is None else [ahead]
     assert all(size % (bk // CHUNK) == 0 for size in sizes)
     is_even = [k == splits * chunks * CHUNK and _is_even(chunks, size, weight.group) for size in sizes]
     ahead = sizes[is_even.index(True)] if any(is_even) else sizes[0]
@@ -563,6 +574,7 @@ def packed_fragments(
         TILES=tiles,
         AHEAD=ahead,
         EVEN=any(is_even),
+        ONCE=ahead == chunks,
         num_warps=splits * tiles,
         **launch_options(),
     )

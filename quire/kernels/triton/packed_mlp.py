@@ -134,7 +134,8 @@ def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, ac
     """The same, every inner sum in one order for any number of rows."""
     _, n, k = weight.sizes
     given, splits, x = (weight, bias, activation), splits_of(n, k), _aligned(x)
-    run, key = partial(_linear, fixed=True), (_kind(weight), weight.group, activation, x.dtype)
+    run: Callable[..., Tensor] = partial(_linear, fixed=True)
+    key = _kind(weight), weight.group, activation, x.dtype
     is_wide = (
         x.shape[0] > 0
         and wide_fits(x, weight)
