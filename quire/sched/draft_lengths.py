@@ -18,7 +18,7 @@ from quire.sched.step_times import StepTimes
 
 _MEMORY = 0.8  # part of what is known about acceptance that the next guess leaves
 _DOUBT = 1.0  # guesses' worth of weight that the other requests' acceptance has for a new one
-_GAIN = 1.05  # what drafts must be predicted to win: the prediction is not exact
+_GAIN = 1.1  # what drafts must be predicted to win: the prediction is not exact, and rows win unevenly
 _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gave
 _EARNED = 0.03  # tokens of this credit that come with each token: of a batch, it bears what all drafts cost
 _PROBED = 0.01  # part of the time in which drafts are verified that would hold but look too expensive
@@ -155,10 +155,13 @@ class MeasuredLengths(EveryDraft):
         if not best:
             return counts
         self._verifies = True
-        cost = self._costs.extra(rows, best) / best * rows
+        extra = self._costs.extra(rows, best)
         for _, number in gains[:best]:
             counts[number] += 1
-            offers[number].cost = cost
+            offers[number].cost = extra / best * rows
+        for offer, count in zip(offers, counts, strict=True):
+            if not count:  # the row waits for the others' drafts
+                offer.track.credit = min(_CREDIT, offer.track.credit + extra)
         return counts
 
     def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
