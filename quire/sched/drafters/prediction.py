@@ -27,7 +27,7 @@ class _Follower:
         self._index = TokenIndex(tokens, _SIZE, len(tokens))
         self._seen = num_prompt_tokens  # tokens of the request that were compared
         self._next: int | None = 0  # index of the predicted token that comes next; None: it lost the place
-        self._is_sure = True  # that place is more than one token found near where it was lost
+        self._is_sure = True  # that place does not rest on a single token near where it was lost
         self._lost = 0  # behind a difference: what would come next if tokens had only been replaced
 
     def follow(self, known: list[int]) -> int | None:
@@ -51,7 +51,8 @@ class _Follower:
             self._next, self._is_sure = place + 1, True
         else:
             self._lost = place + 1
-            self._next, self._is_sure = self._near(token) if self._is_sure else None, False
+            is_left_out = self._is_sure and tokens[place + 1 : place + 2] == [token]
+            self._next, self._is_sure = place + 2 if is_left_out else None, False
 
     def _near(self, token: int) -> int | None:
         """The place behind this token, if it stands in the prediction near where that was lost."""
