@@ -111,10 +111,6 @@ class ReplicaClient(AsyncClient):
         return next((client.pid for client in self.parts), 0)
 
     @property
-    def pids(self) -> list[int]:
-        return [client.pid for client in self.parts]
-
-    @property
     def stats(self) -> EngineStats:
         """Sums over the replicas, in what counts since start over the dead ones too; without a step."""
         known = (client.stats for client in self.parts)

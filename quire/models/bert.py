@@ -105,14 +105,8 @@ class DistilBert(Encoder):
 
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
-        read = ConfigReader(config, {"activation": "gelu"})
-        check_supported(config, read["activation"], ACTIVATIONS)
-        return EncoderConfig(
-            vocab_size=read["vocab_size"],
-            hidden_size=read["dim"],
-            intermediate_size=read["hidden_dim"],
-            num_layers=read["n_layers"],
-            num_heads=read["n_heads"],
-            num_positions=read["max_position_embeddings"],
-            activation=read["activation"],
-        )
+        berts = {
+            **{"dim": "hidden_size", "hidden_dim": "intermediate_size", "activation": "hidden_act"},
+            **{"n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"},
+        }
+        return read_encoder(ConfigReader({berts.get(key, key): config[key] for key in config}, DEFAULTS))

@@ -34,6 +34,10 @@ def ask(name: str, token_ids: list[int], max_tokens: int = 30) -> EngineRequest:
     return EngineRequest(request_id=name, token_ids=token_ids, params=params, seed=0, max_tokens=max_tokens)
 
 
+def pids(client: ReplicaClient) -> list[int]:
+    return [part.pid for part in client.parts]
+
+
 class Answers:
     """All that has been handed out."""
 
@@ -129,15 +133,15 @@ def test_requests_go_on_when_their_replica_dies() -> None:
             for name, prompt in prompts.items():
                 client.add_request(ask(name, prompt, 400))
             await answers.read_until(lambda: len(answers.tokens) == 6)
-            victim = client.pids[0]
+            victim = pids(client)[0]
             os.kill(victim, signal.SIGKILL)
             await answers.read_until(lambda: len(answers.ends) == 6)
             assert answers.ends == dict.fromkeys(prompts)
             assert answers.tokens == calm.tokens
             async with asyncio.timeout(LIMIT):
-                while len(client.pids) < 2:
+                while len(pids(client)) < 2:
                     await asyncio.sleep(0.02)
-            assert victim not in client.pids
+            assert victim not in pids(client)
             assert client.stats.prompt_tokens >= 6 * 40 + 6 * 8  # those of the dead replica count on
 
     asyncio.run(run())
@@ -154,16 +158,16 @@ def test_a_replica_that_is_stopped_is_replaced_alone(monkeypatch: pytest.MonkeyP
             for name, prompt in prompts.items():
                 client.add_request(ask(name, prompt, 600))
             await answers.read_until(lambda: len(answers.tokens) == 4)
-            victim, other = client.pids
+            victim, other = pids(client)
             os.kill(victim, signal.SIGSTOP)
             await answers.read_until(lambda: len(answers.ends) == 4)
             assert answers.ends == dict.fromkeys(prompts)
             assert answers.tokens == {
                 name: generate_alone(ask("x", prompt, 600), 4096)[0] for name, prompt in prompts.items()
             }
-            await until(lambda: len(client.pids) == 2)
-            assert other in client.pids
-            assert victim not in client.pids
+            await until(lambda: len(pids(client)) == 2)
+            assert other in pids(client)
+            assert victim not in pids(client)
 
     asyncio.run(run())
 
@@ -179,13 +183,13 @@ def test_a_replica_that_dies_before_it_answers_a_verb_is_not_waited_for() -> Non
 
     async def run() -> None:
         async with replicas() as client:
-            victim = client.pids[0]
+            victim = pids(client)[0]
             os.kill(victim, signal.SIGSTOP)  # it cannot answer
             asked = asyncio.create_task(client.call_async("pause", True, limit=None))
             await until(lambda: any(verb == "pause" for verb, _ in client._told))
             os.kill(victim, signal.SIGKILL)
             await asyncio.wait_for(asked, LIMIT)
-            await until(lambda: len(client.pids) == 2 and victim not in client.pids)
+            await until(lambda: len(pids(client)) == 2 and victim not in pids(client))
             states = [await part.call_async("state") for part in client.parts]
             assert [state.is_paused for state in states] == [True, True]
 
@@ -256,7 +260,7 @@ def test_a_replica_that_goes_finishes_what_it_has(caplog: pytest.LogCaptureFixtu
             await answers.read_until(lambda: len(answers.ends) == 3)
             await shrinking
             assert answers.ends == {"r0": None, "r1": None, "late": None}
-            assert len(client.pids) == 1
+            assert len(pids(client)) == 1
 
     with caplog.at_level("INFO", logger="quire"):
         asyncio.run(run())
@@ -268,7 +272,7 @@ def test_a_replica_is_drained_by_its_number_and_comes_back() -> None:
 
     async def run() -> None:
         async with replicas(2) as client:
-            answers, (first, other) = Answers(client), client.pids
+            answers, (first, other) = Answers(client), pids(client)
             prompts = {f"r{index}": [30 + index] * 40 for index in range(4)}
             for name, prompt in prompts.items():
                 client.add_request(ask(name, prompt, 600))
@@ -276,7 +280,7 @@ def test_a_replica_is_drained_by_its_number_and_comes_back() -> None:
             with pytest.raises(EngineError, match="replica 1 is not drained"):
                 await client.restore(1)
             await client.drain(0, 0.1)
-            assert client.pids == [other]
+            assert pids(client) == [other]
             assert {holder(client, name) for name in prompts} == {1}
             for wrong, why in ((0, "it does not run"), (1, "no other one takes"), (2, "it does not run")):
                 with pytest.raises(EngineError, match=f"replica {wrong} cannot be drained: {why}"):
@@ -286,8 +290,8 @@ def test_a_replica_is_drained_by_its_number_and_comes_back() -> None:
                 name: generate_alone(ask("x", prompt, 600), 4096)[0] for name, prompt in prompts.items()
             }
             await client.restore(0)
-            assert client.pids[1] == other
-            assert client.pids[0] != first
+            assert pids(client)[1] == other
+            assert pids(client)[0] != first
             client.add_request(ask("new", [9] * 40))
             assert holder(client, "new") == 0
             await answers.read_until(lambda: "new" in answers.ends)
@@ -312,14 +316,14 @@ def test_a_replica_that_cannot_come_or_dies_as_it_goes_costs_nothing() -> None:
             for index in range(2):
                 client.add_request(ask(f"r{index}", [30 + index] * 40, 300))
             await answers.read_until(lambda: len(answers.tokens) == 2)
-            victim = client.pids[1]
+            victim = pids(client)[1]
             shrinking = asyncio.create_task(client.resize(1, LIMIT))
             await until(lambda: client._num_wanted == 1)
             os.kill(victim, signal.SIGKILL)
             await answers.read_until(lambda: len(answers.ends) == 2)
             await shrinking
             assert answers.ends == {"r0": None, "r1": None}
-            assert (len(client.pids), len(client._clients)) == (1, 1)
+            assert (len(pids(client)), len(client._clients)) == (1, 1)
         finally:
             await client.stop_async()
             client.shutdown()
@@ -354,7 +358,7 @@ def test_only_the_request_that_kills_replicas_is_refused(
             assert "died twice while it ran this request and no other, before its first token" in (error or "")
             assert answers.ends == dict.fromkeys([*bystanders, "late"])
             assert answers.tokens["calm2"] == generate_alone(ask("x", bystanders["calm2"]), 4096)[0]
-            await until(lambda: len(client.pids) == 3)
+            await until(lambda: len(pids(client)) == 3)
             assert client._trial_replica < 0
             assert not any(client._router._closed)
 
@@ -398,7 +402,7 @@ def test_a_wrong_model_is_told_and_the_last_death_ends_all() -> None:
                 pass
         async with replicas(2) as client:
             client.add_request(ask("a", [5] * 20, 3000))
-            for pid in client.pids:
+            for pid in pids(client):
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="the last replica died"):
                 await Answers(client).read_until(lambda: False)

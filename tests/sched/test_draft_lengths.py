@@ -277,7 +277,7 @@ def test_what_was_captured_for_drafts_is_not_what_they_cost(batch: int, at_least
     ("cost", "batch", "share", "at_least"),
     [
         ("a wait", 8, 0.5, 0.97),
-        ("a wait", 8, 0.9, 1.8),
+        ("a wait", 8, 0.9, 1.6),
         ("a wait", 64, 0.9, 1.1),
         ("a wait", 64, 0.97, 1.25),
         ("in tiles", 8, 0.9, 1.12),

@@ -25,6 +25,7 @@ from quire.types.request import AdapterRef
 from quire.types.sampling import SamplingParams
 from tests.engine.fake_engine import COMMAND, DAMAGED, EXIT, STALL, STICKY
 from tests.engine.processes import LIMIT, Watch, request
+from tests.engine.test_replicas import pids
 from tests.fakes import generate_alone
 from tests.frontend.fake_client import text_model
 from tests.metrics.scrape import scrape
@@ -384,7 +385,7 @@ async def test_of_replicas_the_one_that_stalls_is_replaced_alone() -> None:
         client = supervisor._client
         assert isinstance(client, ReplicaClient)
         streams = [asyncio.create_task(complete(supervisor, [3 + index] * 20, 600)) for index in range(2)]
-        victim, other = client.pids
+        victim, other = pids(client)
         while client.stats.num_running < 2:
             await asyncio.sleep(0.01)
         os.kill(victim, signal.SIGSTOP)
@@ -392,8 +393,8 @@ async def test_of_replicas_the_one_that_stalls_is_replaced_alone() -> None:
             assert await asyncio.wait_for(stream, LIMIT) == expected([3 + index] * 20, 600)
         assert supervisor.health().status == "ready"
         assert supervisor.health().num_restarts == 0
-        assert other in client.pids
-        assert victim not in client.pids
+        assert other in pids(client)
+        assert victim not in pids(client)
     finally:
         await supervisor.stop()
 
