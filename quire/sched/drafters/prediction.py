@@ -1,7 +1,7 @@
 """prediction: the text that a request expects as its output, followed as far as it comes true.
 
 After a difference the drafter waits until the last tokens occur in the prediction again, and goes on from there; near
-where it lost its place one token is enough.
+where it lost its place one token is enough. The more tokens have come as predicted, the longer its guesses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from quire.sched.request import Request
 _SIZE = 2  # equal tokens after which it goes on
 _LONGEST = 8
 _CANDIDATES = 32
+_TRUSTED = 4  # tokens of a guess for each one that came as predicted
 _NEAR = 3  # tokens around where it would be if a token had only been replaced
 
 
 class _Follower:
     """Where the output stands in its prediction."""
 
-    __slots__ = ("_index", "_lost", "_next", "_seen", "_tokens")
+    __slots__ = ("_index", "_lost", "_next", "_seen", "_tokens", "run")
 
     def __init__(self, tokens: list[int], num_prompt_tokens: int) -> None:
         self._tokens = tokens
@@ -28,6 +29,7 @@ class _Follower:
         self._seen = num_prompt_tokens  # tokens of the request that were compared
         self._next: int | None = 0  # index of the predicted token that comes next; None: it lost the place
         self._lost = 0  # what would come next then if tokens had only been replaced
+        self.run = len(tokens)  # tokens in a row that came as predicted
 
     def follow(self, known: list[int]) -> int | None:
         """Take in new tokens. Returns where the prediction goes on, None if that is not known."""
@@ -38,11 +40,14 @@ class _Follower:
             place = self._next
             self._lost = (self._lost if place is None else place) + 1
             if place is None:
-                self._next = self._near(token)
-            else:  # as predicted, or that was left out
-                self._next = next((at + 1 for at in (place, place + 1) if tokens[at : at + 1] == [token]), None)
-        if self._next is None:
-            self._next = self._find(known)
+                self._next, self.run = self._near(token), 1
+            elif tokens[place : place + 1] != [token]:  # one may be left out
+                self._next, self.run = place + 2 if tokens[place + 1 : place + 2] == [token] else None, 1
+            else:
+                self._next, self.run = place + 1, self.run + 1
+        if self._next is None and (matches := self._index.find(known, _LONGEST, _CANDIDATES)):
+            found = max(matches, key=lambda match: (match.length, -match.end))
+            self._next, self.run = found.end, found.length
         return self._next
 
     def _near(self, token: int) -> int | None:
@@ -50,10 +55,6 @@ class _Follower:
         places = range(max(0, self._lost - 1 - _NEAR), self._lost + _NEAR)
         found = [place + 1 for place in places if self._tokens[place : place + 1] == [token]]
         return min(found, key=lambda place: abs(place - self._lost), default=None)
-
-    def _find(self, known: list[int]) -> int | None:
-        matches = self._index.find(known, _LONGEST, _CANDIDATES)
-        return max(matches, key=lambda match: (match.length, -match.end)).end if matches else None
 
 
 class PredictionDrafter(Drafter):
@@ -74,8 +75,9 @@ class PredictionDrafter(Drafter):
         self._followers.pop(request, None)
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
-        place = self._followers[request].follow(request.token_ids)
+        follower = self._followers[request]
+        place = follower.follow(request.token_ids)
         if place is None:
             return []
         first = place + num_in_flight
-        return request.engine_request.prediction[first : first + limit]
+        return request.engine_request.prediction[first : first + min(limit, _TRUSTED * follower.run)]
