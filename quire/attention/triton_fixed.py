@@ -86,7 +86,7 @@ class FixedTritonAttention(TritonAttention):
             lines, warps = 64, 8 if spec.head_dim > 128 else 4
             if cache.element_size() < query.element_size():
                 # Of bytes the compiler adds up other columns together in large tiles than in those of single queries.
-                lines, warps = 32, 2 if spec.head_dim <= 128 else 4
+                lines, warps = 32, 4
             cut = Cut(QUERY_TILE, 0, segment, lines=lines, keys=keys, num_warps=warps, num_stages=stages)
             tile_attention(*given, *tiles, out, scale, cap, window, cut, *beside)
         return out
