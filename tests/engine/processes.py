@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
+from quire.engine.replicas import ReplicaClient
 from quire.engine.zmq_client import ZmqClient
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
@@ -31,6 +32,11 @@ class Watch:
         ended = self.has_ended(LIMIT)
         os.close(self._fd)
         assert ended, "the process lives on"
+
+
+def pids(client: ReplicaClient) -> list[int]:
+    """Of the replicas that live."""
+    return [part.pid for part in client.parts]
 
 
 def launch(words: str = "fake", **options: Any) -> ZmqClient:

@@ -23,7 +23,7 @@ from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.engine.fake_engine import COMMAND, EXIT
-from tests.engine.processes import Watch
+from tests.engine.processes import Watch, pids
 from tests.fakes import generate_alone
 
 LIMIT = 20.0
@@ -32,10 +32,6 @@ LIMIT = 20.0
 def ask(name: str, token_ids: list[int], max_tokens: int = 30) -> EngineRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(request_id=name, token_ids=token_ids, params=params, seed=0, max_tokens=max_tokens)
-
-
-def pids(client: ReplicaClient) -> list[int]:
-    return [part.pid for part in client.parts]
 
 
 class Answers:

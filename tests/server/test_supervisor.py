@@ -24,8 +24,7 @@ from quire.types.outputs import RequestOutput
 from quire.types.request import AdapterRef
 from quire.types.sampling import SamplingParams
 from tests.engine.fake_engine import COMMAND, DAMAGED, EXIT, STALL, STICKY
-from tests.engine.processes import LIMIT, Watch, request
-from tests.engine.test_replicas import pids
+from tests.engine.processes import LIMIT, Watch, pids, request
 from tests.fakes import generate_alone
 from tests.frontend.fake_client import text_model
 from tests.metrics.scrape import scrape

@@ -28,7 +28,7 @@ from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from tests.e2e.tiny import LATENT, Answer, make_engine, make_model
-from tests.engine.processes import Watch
+from tests.engine.processes import Watch, pids
 from tests.gpu.helpers import Job, make_jobs, run_jobs
 
 SMALL: dict[str, Any] = {
@@ -101,7 +101,7 @@ async def replicas(model: Path, **settings: Any) -> AsyncIterator[Answers]:
         await client.wait_ready_async()
         yield Answers(client)
     finally:
-        watches = [Watch(pid) for pid in client.pids]
+        watches = [Watch(pid) for pid in pids(client)]
         await client.stop_async()
         client.shutdown()
         for watch in watches:
@@ -159,9 +159,9 @@ async def rests(client: ReplicaClient) -> None:
     """Without work processes use next to no processor time."""
     async with asyncio.timeout(LIMIT):
         while True:
-            before = [processor_ticks(pid) for pid in client.pids]
+            before = [processor_ticks(pid) for pid in pids(client)]
             await asyncio.sleep(0.5)
-            if all(processor_ticks(pid) - ticks <= 3 for pid, ticks in zip(client.pids, before, strict=True)):
+            if all(processor_ticks(pid) - ticks <= 3 for pid, ticks in zip(pids(client), before, strict=True)):
                 return
 
 
@@ -172,7 +172,7 @@ async def killed(answers: Answers) -> None:
     assert {answers.holder(name) for name in ("l0", "l1")} == {0, 1}
     await answers.read_until(lambda: all(answers.found[name].token_ids for name in ("l0", "l1")))
     begin = time.monotonic()
-    os.kill(answers.client.pids[1], signal.SIGKILL)
+    os.kill(pids(answers.client)[1], signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=r"replica 1 died, which held experts of all: .*SIGKILL"):
         await answers.finish()
     assert time.monotonic() - begin < 5
