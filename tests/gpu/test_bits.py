@@ -1,7 +1,7 @@
 """Deterministic mode on a GPU, kernel by kernel: bits do not depend on how many rows a step has.
 
 Sums here are exactly 0, in pairs of terms that stand far apart, so that results are nothing but what rounding leaves
-of float32: all of their bits show, of which 16-bit results otherwise hide all but one in a hundred thousand.
+of float32: all of their bits show, of which 16-bit results otherwise hide all but one in tens of thousands.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def test_packed_weights(kind: str, group: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("kind", "group"), [("e4m3", 128), ("int8", 128), ("implied", 32), ("nvfp4", 16)])
 def test_packed_experts(kind: str, group: int) -> None:
-    """Of which only the first matmul can be made of such sums, so that a token has to be alike in what is left."""
+    """Their second matmul reads what the first gave, so that no sums cancel: numbers are random, and much is hidden.
+
+    That their kernels have one order is what tests/kernels/triton/orders.py is for.
+    """
     from quire.kernels.triton.packed_mlp import packed_sparse_mlp_fixed
 
     generator = torch.Generator().manual_seed(0)

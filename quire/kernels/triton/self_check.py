@@ -4,7 +4,7 @@ Inline assembly and copies by the tensor memory unit depend on what the compiler
 compared once, on made-up activations, with one that has neither.
 
 Where bits are promised, random activations say little: sums in another order differ in the last bits of float32,
-which rounding to 16 bits hides but for one result in a hundred thousand. `cancelling` makes activations whose results
+which rounding to 16 bits hides but for one result in tens of thousands. `cancelling` makes activations whose results
 are nothing but those last bits.
 """
 
